@@ -1,0 +1,1 @@
+"""What every Forebay service shares: config, errors, servers, discovery, telemetry."""

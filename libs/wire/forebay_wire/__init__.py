@@ -1,0 +1,1 @@
+"""The token path: relays streams between hops."""

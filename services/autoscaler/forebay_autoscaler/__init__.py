@@ -1,0 +1,1 @@
+"""Decides how many replicas each pool has."""

@@ -1,0 +1,1 @@
+"""Sidecar of an engine: decides who goes next."""

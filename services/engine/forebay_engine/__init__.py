@@ -1,0 +1,1 @@
+"""Loads model versions and runs each in a process of its own."""

@@ -1,0 +1,1 @@
+"""The catalogue of models, versions, aliases and traffic splits."""

@@ -1,0 +1,1 @@
+"""Lets requests in, resolves and places them, relays their streams."""
