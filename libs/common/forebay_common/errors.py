@@ -1,0 +1,244 @@
+"""One table from reason to gRPC status, HTTP status and OpenAI error.
+
+`ForebayError` is the only error that crosses a hop. Its message is written for the caller: what is
+wrong and what to do; it never holds a path, an address, a stack or a prompt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+DOMAIN = "forebay"
+
+
+class Reason(StrEnum):
+    """Why a request was not answered. Low in number, stable, and the same word everywhere."""
+
+    INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    BODY_TOO_LARGE = "BODY_TOO_LARGE"
+    MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
+    ROUTE_NOT_FOUND = "ROUTE_NOT_FOUND"
+    METHOD_NOT_ALLOWED = "METHOD_NOT_ALLOWED"
+    CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
+    UNSUPPORTED = "UNSUPPORTED"
+    NO_REPLICA = "NO_REPLICA"
+    QUEUE_FULL = "QUEUE_FULL"
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
+    CANCELLED = "CANCELLED"
+    REPLICA_LOST = "REPLICA_LOST"
+    DRAINING = "DRAINING"
+    INTERNAL = "INTERNAL"
+    ARTIFACT_INVALID = "ARTIFACT_INVALID"
+    INSUFFICIENT_MEMORY = "INSUFFICIENT_MEMORY"
+    LOAD_FAILED = "LOAD_FAILED"
+    MODEL_NOT_LOADED = "MODEL_NOT_LOADED"
+    VERSION_IMMUTABLE = "VERSION_IMMUTABLE"
+    VERSION_IN_USE = "VERSION_IN_USE"
+    CONFLICT = "CONFLICT"
+    POOL_NOT_FOUND = "POOL_NOT_FOUND"
+    REQUEST_NOT_FOUND = "REQUEST_NOT_FOUND"
+    STALE_FENCE = "STALE_FENCE"
+    STORE_UNAVAILABLE = "STORE_UNAVAILABLE"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Status:
+    """What one reason becomes at the border."""
+
+    grpc: grpc.StatusCode
+    http: int
+    openai_type: str
+    openai_code: str | None
+    retryable: bool
+    """The same request may succeed a little later, or on another replica."""
+    replica_fault: bool
+    """Speaks against the replica that gave it, not against the caller or the load."""
+
+
+_BAD = "invalid_request_error"
+_SERVER = "server_error"
+_BUSY = "overloaded_error"
+
+
+def _row(
+    code: grpc.StatusCode,
+    http: int,
+    openai_type: str,
+    openai_code: str | None,
+    *,
+    retryable: bool = False,
+    replica_fault: bool = False,
+) -> Status:
+    return Status(code, http, openai_type, openai_code, retryable, replica_fault)
+
+
+_Code = grpc.StatusCode
+TABLE: Mapping[Reason, Status] = {
+    Reason.INVALID_ARGUMENT: _row(_Code.INVALID_ARGUMENT, 400, _BAD, None),
+    Reason.BODY_TOO_LARGE: _row(_Code.RESOURCE_EXHAUSTED, 413, _BAD, "body_too_large"),
+    Reason.MODEL_NOT_FOUND: _row(_Code.NOT_FOUND, 404, _BAD, "model_not_found"),
+    Reason.ROUTE_NOT_FOUND: _row(_Code.NOT_FOUND, 404, _BAD, "unknown_url"),
+    Reason.METHOD_NOT_ALLOWED: _row(_Code.UNIMPLEMENTED, 405, _BAD, "method_not_allowed"),
+    Reason.CONTEXT_LENGTH_EXCEEDED: _row(
+        _Code.INVALID_ARGUMENT, 400, _BAD, "context_length_exceeded"
+    ),
+    Reason.UNSUPPORTED: _row(_Code.FAILED_PRECONDITION, 400, _BAD, "unsupported"),
+    Reason.NO_REPLICA: _row(_Code.UNAVAILABLE, 503, _BUSY, "no_replica", retryable=True),
+    Reason.QUEUE_FULL: _row(_Code.RESOURCE_EXHAUSTED, 503, _BUSY, "queue_full", retryable=True),
+    Reason.DEADLINE_EXCEEDED: _row(
+        _Code.DEADLINE_EXCEEDED, 504, "timeout_error", "deadline_exceeded"
+    ),
+    Reason.CANCELLED: _row(_Code.CANCELLED, 499, _BAD, "cancelled"),
+    Reason.REPLICA_LOST: _row(
+        _Code.UNAVAILABLE, 502, _SERVER, "replica_lost", retryable=True, replica_fault=True
+    ),
+    Reason.DRAINING: _row(_Code.UNAVAILABLE, 503, _BUSY, "draining", retryable=True),
+    Reason.INTERNAL: _row(_Code.INTERNAL, 500, _SERVER, "internal_error", replica_fault=True),
+    Reason.ARTIFACT_INVALID: _row(_Code.FAILED_PRECONDITION, 400, _BAD, "artifact_invalid"),
+    Reason.INSUFFICIENT_MEMORY: _row(_Code.FAILED_PRECONDITION, 400, _BAD, "insufficient_memory"),
+    Reason.LOAD_FAILED: _row(_Code.ABORTED, 500, _SERVER, "load_failed", replica_fault=True),
+    Reason.MODEL_NOT_LOADED: _row(
+        _Code.UNAVAILABLE, 503, _BUSY, "model_not_loaded", retryable=True
+    ),
+    Reason.VERSION_IMMUTABLE: _row(_Code.FAILED_PRECONDITION, 409, _BAD, "version_immutable"),
+    Reason.VERSION_IN_USE: _row(_Code.FAILED_PRECONDITION, 409, _BAD, "version_in_use"),
+    Reason.CONFLICT: _row(_Code.ABORTED, 409, _BAD, "conflict", retryable=True),
+    Reason.POOL_NOT_FOUND: _row(_Code.NOT_FOUND, 404, _BAD, "pool_not_found"),
+    Reason.REQUEST_NOT_FOUND: _row(_Code.NOT_FOUND, 404, _BAD, "request_not_found"),
+    Reason.STALE_FENCE: _row(_Code.FAILED_PRECONDITION, 409, _BAD, "stale_fence"),
+    Reason.STORE_UNAVAILABLE: _row(
+        _Code.UNAVAILABLE, 503, _SERVER, "store_unavailable", retryable=True
+    ),
+}
+
+# How a peer's bare status reads when it carries no ErrorInfo of ours: a proxy's, a library's, or
+# that of a connection that broke.
+_BY_CODE: Mapping[grpc.StatusCode, tuple[Reason, str]] = {
+    _Code.UNAVAILABLE: (Reason.REPLICA_LOST, "The replica's connection was lost."),
+    _Code.CANCELLED: (Reason.CANCELLED, "The call was cancelled."),
+    _Code.DEADLINE_EXCEEDED: (Reason.DEADLINE_EXCEEDED, "The deadline passed."),
+    _Code.INVALID_ARGUMENT: (Reason.INVALID_ARGUMENT, "The request was refused as malformed."),
+    _Code.RESOURCE_EXHAUSTED: (Reason.BODY_TOO_LARGE, "The message is larger than allowed."),
+    _Code.UNIMPLEMENTED: (Reason.UNSUPPORTED, "The method is not offered there."),
+}
+
+
+class ForebayError(Exception):
+    """A request is refused or has failed, for one reason of the table."""
+
+    def __init__(
+        self,
+        reason: Reason,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    @property
+    def status(self) -> Status:
+        """The reason's row of the table."""
+        return TABLE[self.reason]
+
+    def __repr__(self) -> str:
+        return f"ForebayError({self.reason.value}, {self.message!r})"
+
+    def openai_body(self) -> dict[str, Any]:
+        """The error as OpenAI's HTTP API shapes it."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.status.openai_type,
+                "param": self.param,
+                "code": self.status.openai_code,
+            }
+        }
+
+    def retry_after_header(self) -> str | None:
+        """Whole seconds for `Retry-After`, at least 1; None where waiting does not help."""
+        if self.retry_after_s is None:
+            return "1" if self.status.http == 503 else None
+        return str(max(1, math.ceil(self.retry_after_s)))
+
+
+def to_rpc_status(error: ForebayError) -> Any:
+    """The error as a grpc.Status with ErrorInfo and, where waiting helps, RetryInfo."""
+    status = error.status
+    info = error_details_pb2.ErrorInfo(reason=error.reason.value, domain=DOMAIN)
+    if error.param is not None:
+        info.metadata["param"] = error.param
+    details = [_pack(info)]
+    if error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(round(error.retry_after_s * 1000))
+        details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
+    message = status_pb2.Status(
+        code=getattr(code_pb2, status.grpc.name), message=error.message, details=details
+    )
+    return rpc_status.to_status(message)
+
+
+def _pack(message: Any) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ForebayError) -> NoReturn:
+    """End a call with the error's status. Trailing metadata set before is kept."""
+    status = to_rpc_status(error)
+    kept = tuple(context.trailing_metadata() or ())
+    await context.abort(status.code, status.details, kept + tuple(status.trailing_metadata))
+    raise AssertionError("abort() returned")
+
+
+def from_rpc_error(error: grpc.RpcError) -> ForebayError:
+    """Read a peer's status. Without our ErrorInfo, the code alone decides and its text is dropped,
+    because a foreign text may hold an address."""
+    if not isinstance(error, grpc.aio.AioRpcError) and not isinstance(error, grpc.Call):
+        return ForebayError(Reason.INTERNAL, "The call failed.")
+    code = error.code()
+    trailing = error.trailing_metadata() or ()
+    packed = next((v for k, v in trailing if k == "grpc-status-details-bin"), None)
+    if isinstance(packed, bytes):
+        parsed = _from_details(packed)
+        if parsed is not None:
+            return parsed
+    reason, message = _BY_CODE.get(code, (Reason.INTERNAL, "The replica failed."))
+    return ForebayError(reason, message)
+
+
+def _from_details(packed: bytes) -> ForebayError | None:
+    status = status_pb2.Status.FromString(packed)
+    info: error_details_pb2.ErrorInfo | None = None
+    retry_after_s: float | None = None
+    for detail in status.details:
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            info = error_details_pb2.ErrorInfo()
+            detail.Unpack(info)
+        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+            retry = error_details_pb2.RetryInfo()
+            detail.Unpack(retry)
+            retry_after_s = retry.retry_delay.ToMilliseconds() / 1000
+    if info is None or info.domain != DOMAIN or info.reason not in Reason.__members__:
+        return None
+    return ForebayError(
+        Reason(info.reason),
+        status.message,
+        param=info.metadata.get("param"),
+        retry_after_s=retry_after_s,
+    )
