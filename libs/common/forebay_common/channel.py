@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
 import grpc
 
@@ -43,32 +45,56 @@ def connect(address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc
     )
 
 
+@dataclasses.dataclass(slots=True)
+class _Peer:
+    channel: grpc.aio.Channel
+    methods: dict[str, Any]
+
+
 class ChannelPool:
     """One channel per address, closed when the address is no longer retained."""
 
     def __init__(self, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._max_message_bytes = max_message_bytes
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._peers: dict[str, _Peer] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def get(self, address: str) -> grpc.aio.Channel:
         """The channel to `address`, opened when there is none."""
-        channel = self._channels.get(address)
-        if channel is None:
+        return self._peer(address).channel
+
+    def raw_method(self, address: str, path: str, *, streams: bool) -> Any:
+        """A multi-callable that sends and receives messages as bytes.
+
+        Args:
+            address: where to.
+            path: `/package.Service/Method`.
+            streams: whether the method answers with a stream.
+        """
+        peer = self._peer(address)
+        method = peer.methods.get(path)
+        if method is None:
+            make = peer.channel.unary_stream if streams else peer.channel.unary_unary
+            method = peer.methods[path] = make(path)
+        return method
+
+    def _peer(self, address: str) -> _Peer:
+        peer = self._peers.get(address)
+        if peer is None:
             channel = connect(address, max_message_bytes=self._max_message_bytes)
-            self._channels[address] = channel
-        return channel
+            peer = self._peers[address] = _Peer(channel, {})
+        return peer
 
     def retain(self, addresses: Iterable[str], *, grace_s: float = 30.0) -> None:
         """Close every channel to another address; its calls in flight get `grace_s`."""
         kept = set(addresses)
-        for address in [a for a in self._channels if a not in kept]:
-            task = asyncio.ensure_future(self._channels.pop(address).close(grace_s))
+        for address in [a for a in self._peers if a not in kept]:
+            task = asyncio.ensure_future(self._peers.pop(address).channel.close(grace_s))
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
 
-    async def close(self, grace_s: float | None = None) -> None:
+    async def close(self, grace_s: float = 0.0) -> None:
         """Close every channel."""
-        self.retain((), grace_s=grace_s or 0.0)
+        self.retain((), grace_s=grace_s)
         if self._closing:
             await asyncio.gather(*self._closing, return_exceptions=True)

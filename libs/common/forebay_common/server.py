@@ -7,9 +7,10 @@ DRAINING, lets calls in flight finish within the grace, and stops.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -180,17 +181,19 @@ class _Gate(grpc.aio.ServerInterceptor):
 
         return call
 
-    def _stream(
-        self, inner: Callable[..., AsyncIterator[Any]], method: str, *, counted: bool
-    ) -> Any:
-        async def call(
-            request: Any, context: grpc.aio.ServicerContext[Any, Any]
-        ) -> AsyncIterator[Any]:
+    def _stream(self, inner: Callable[..., Any], method: str, *, counted: bool) -> Any:
+        # A coroutine that writes, not a generator: a cancelled call then unwinds the servicer at
+        # once, where a generator would be left suspended until it is collected.
+        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             await self._enter(context, counted=counted)
-            answers = inner(request, context)
             try:
-                async for answer in answers:
-                    yield answer
+                answers = inner(request, context)
+                if not hasattr(answers, "__aiter__"):
+                    await answers
+                    return
+                async with contextlib.aclosing(answers):
+                    async for answer in answers:
+                        await context.write(answer)
             except ForebayError as error:
                 await abort(context, error)
             except (grpc.aio.AbortError, asyncio.CancelledError):
@@ -199,8 +202,6 @@ class _Gate(grpc.aio.ServerInterceptor):
                 await _abort_internal(context, method)
             finally:
                 self._leave(counted=counted)
-                if (aclose := getattr(answers, "aclose", None)) is not None:
-                    await aclose()
 
         return call
 
