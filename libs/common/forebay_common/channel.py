@@ -11,11 +11,10 @@ import grpc
 
 MAX_MESSAGE_BYTES = 16 << 20
 
-# A broken peer is noticed within about 15 s while calls are open. The times stay above what grpc
-# servers punish by default (`GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS` is lowered in
-# `server.py` to match).
+# A broken peer is noticed within about 15 s while calls are open. gRPC servers punish pings that
+# come more often than `grpc.http2.min_ping_interval_without_data_ms`; `server.py` allows these.
+KEEPALIVE_S = 10.0
 _KEEPALIVE = (
-    ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 0),
     ("grpc.http2.max_pings_without_data", 0),
@@ -27,7 +26,12 @@ _RECONNECT = (
 )
 
 
-def connect(address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Channel:
+def connect(
+    address: str,
+    *,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
+    keepalive_s: float = KEEPALIVE_S,
+) -> grpc.aio.Channel:
     """Open a channel to `host:port` or `unix:/path`. Connects on first use."""
     return grpc.aio.insecure_channel(
         address,
@@ -39,6 +43,7 @@ def connect(address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES) -> grpc
             # Our own retry layer decides: gRPC's transparent retries would hide a dead replica.
             ("grpc.enable_retries", 0),
             ("grpc.enable_http_proxy", 0),
+            ("grpc.keepalive_time_ms", round(keepalive_s * 1000)),
             *_KEEPALIVE,
             *_RECONNECT,
         ),

@@ -19,7 +19,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from forebay_common.channel import MAX_MESSAGE_BYTES
+from forebay_common.channel import KEEPALIVE_S, MAX_MESSAGE_BYTES
 from forebay_common.errors import ForebayError, Reason, abort
 
 _log = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class Server:
         *,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         max_concurrent_rpcs: int | None = None,
+        ping_interval_s_min: float = KEEPALIVE_S / 2,
     ) -> None:
         self._gate = _Gate()
         self.grpc = grpc.aio.server(
@@ -45,7 +46,10 @@ class Server:
                 ("grpc.max_receive_message_length", max_message_bytes),
                 ("grpc.max_send_message_length", max_message_bytes),
                 ("grpc.so_reuseport", 0),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+                (
+                    "grpc.http2.min_ping_interval_without_data_ms",
+                    round(ping_interval_s_min * 1000),
+                ),
                 ("grpc.keepalive_permit_without_calls", 1),
             ),
         )

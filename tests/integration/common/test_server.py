@@ -1,0 +1,123 @@
+"""Health, reflection and errors of a real server."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+from forebay.registry.v1 import registry_service_pb2 as pb
+from forebay.registry.v1 import registry_service_pb2_grpc as rpc
+from forebay_common.channel import connect
+from forebay_common.errors import ForebayError, Reason, from_rpc_error
+from forebay_common.server import Server
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+pytestmark = pytest.mark.integration
+_NAME = "forebay.registry.v1.RegistryService"
+
+
+class _Registry(rpc.RegistryServiceServicer):
+    async def GetModel(self, request: pb.GetModelRequest, context: Any) -> Any:  # noqa: N802
+        raise ForebayError(Reason.MODEL_NOT_FOUND, "No such model.", param="name")
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> Any:  # noqa: N802
+        raise RuntimeError("a secret path /etc/secret")
+
+    async def WatchCatalogue(  # noqa: N802
+        self, request: pb.WatchCatalogueRequest, context: Any
+    ) -> Any:
+        yield pb.WatchCatalogueResponse()
+        raise RuntimeError("a secret path /etc/secret")
+
+
+@pytest.fixture
+async def server() -> Any:
+    server = Server()
+    rpc.add_RegistryServiceServicer_to_server(_Registry(), server.grpc)
+    server.offer(_NAME)
+    yield server
+    await server.grpc.stop(None)
+
+
+async def test_errors_become_statuses_and_secrets_stay(server: Server) -> None:
+    async with connect(await server.listen("127.0.0.1:0")) as channel:
+        stub = rpc.RegistryServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetModel(pb.GetModelRequest())
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert from_rpc_error(caught.value).param == "name"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ListModels(pb.ListModelsRequest())
+        assert from_rpc_error(caught.value).reason is Reason.INTERNAL
+        assert "secret" not in str(caught.value.details())
+        watch = stub.WatchCatalogue(pb.WatchCatalogueRequest())
+        await watch.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await watch.read()
+        assert "secret" not in str(caught.value.details())
+
+
+async def test_health_is_honest_per_service(server: Server) -> None:
+    async with connect(await server.listen("127.0.0.1:0")) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        states = []
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=_NAME))
+        for ready in (True, False):
+            states.append((await watch.read()).status)
+            server.set_ready(_NAME, ready)
+        states.append((await watch.read()).status)
+        kind = health_pb2.HealthCheckResponse
+        assert states == [kind.NOT_SERVING, kind.SERVING, kind.NOT_SERVING]
+        watch.cancel()
+
+
+async def test_reflection_lists_what_is_offered(server: Server) -> None:
+    async with connect(await server.listen("127.0.0.1:0")) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        call = stub.ServerReflectionInfo(asked)
+        answer = await call.read()
+        names = {service.name for service in answer.list_services_response.service}
+        assert {_NAME, "grpc.health.v1.Health"} <= names
+
+
+async def test_a_bound_port_is_an_os_error(server: Server) -> None:
+    address = await server.listen("127.0.0.1:0")
+    other = Server()
+    with pytest.raises(OSError, match="cannot listen"):
+        await other.listen(address)
+
+
+async def test_a_unix_socket_serves(server: Server, tmp_path: Any) -> None:
+    address = await server.listen(f"unix:{tmp_path}/s")
+    async with connect(address) as channel:
+        stub = rpc.RegistryServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.GetModel(pb.GetModelRequest())
+        assert from_rpc_error(caught.value).reason is Reason.MODEL_NOT_FOUND
+
+
+async def test_keepalive_pings_of_a_silent_call_are_not_punished() -> None:
+    """gRPC closes a connection that pings too often: three strikes in a row, `too_many_pings`."""
+    server = Server(ping_interval_s_min=0.25)
+    silent = _Silent()
+    rpc.add_RegistryServiceServicer_to_server(silent, server.grpc)
+    server.offer(_NAME)
+    address = await server.listen("127.0.0.1:0")
+    async with connect(address, keepalive_s=0.5) as channel:
+        call = rpc.RegistryServiceStub(channel).GetModel(pb.GetModelRequest())
+        done, _ = await asyncio.wait({asyncio.ensure_future(call.code())}, timeout=4)
+        assert not done
+        silent.release.set()
+        assert (await call).model.name == "m"
+    await server.grpc.stop(None)
+
+
+class _Silent(rpc.RegistryServiceServicer):
+    def __init__(self) -> None:
+        self.release = asyncio.Event()
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Any) -> Any:  # noqa: N802
+        await self.release.wait()
+        return pb.GetModelResponse(model=pb.Model(name="m"))
