@@ -1,0 +1,1 @@
+"""Benchmarks: ratios within one run, against peers or a baseline."""
