@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def _unmet_need() -> str | None:
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - whatever python3 is, it runs this file
         return f"Python 3.11 or newer is needed; this is {sys.version.split()[0]}"
     if importlib.util.find_spec("ensurepip") is None:
         return "Python's venv module is missing (Debian: apt-get install python3-venv)"
