@@ -1,0 +1,11 @@
+"""How the core refuses a change: a reason of the errors table and a message for the caller."""
+
+
+class RefusedError(Exception):
+    """A change the catalogue may not take. The message never holds the caller's input."""
+
+    def __init__(self, reason: str, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.message = message
+        self.param = param
