@@ -21,8 +21,8 @@ def parse(text: str) -> tuple[registry.PutVersionRequest, ...]:
         items = json.loads(text)
     except json.JSONDecodeError as error:
         raise ConfigError(VARIABLE, f"is not JSON: {error}") from None
-    if not isinstance(items, list):
-        raise ConfigError(VARIABLE, "must be a JSON list")
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise ConfigError(VARIABLE, "must be a JSON list of objects")
     requests = []
     for index, item in enumerate(items):
         try:

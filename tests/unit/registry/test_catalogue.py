@@ -1,0 +1,324 @@
+"""What the catalogue takes and refuses."""
+
+import pytest
+from forebay.engine.v1 import engine_service_pb2 as engine
+from forebay.registry.v1 import registry_service_pb2 as registry
+from forebay_registry import bootstrap
+from forebay_registry.core import catalogue, names
+from forebay_registry.core.refusal import RefusedError
+from hypothesis import given
+from hypothesis import strategies as st
+
+NAME = st.from_regex(r"[a-z0-9_-][a-z0-9._-]{0,15}", fullmatch=True)
+
+
+def a_version(name: str = "v1", *, sha256: str = "", **spec: object) -> registry.ModelVersion:
+    fields = {"backend": engine.BACKEND_SIMULATED, "artifact_path": "/models/chat", **spec}
+    return registry.ModelVersion(
+        version=name,
+        spec=engine.ModelSpec(**fields),  # type: ignore[arg-type]
+        artifact_sha256=sha256,
+    )
+
+
+def put(
+    model: registry.Model | None,
+    version: registry.ModelVersion,
+    *,
+    now_unix_s: int = 100,
+    max_versions: int = 4,
+) -> registry.Model:
+    return catalogue.put_version(
+        model, "chat", version, now_unix_s=now_unix_s, max_versions=max_versions
+    )
+
+
+def a_model(*versions: str, **weights: int) -> registry.Model:
+    model: registry.Model | None = None
+    for version in versions or ("v1",):
+        model = put(model, a_version(version))
+    assert model is not None
+    if weights:
+        model = split(model, **weights)
+    return model
+
+
+def split(model: registry.Model, *, expected_revision: int = 0, **weights: int) -> registry.Model:
+    entries = [registry.SplitEntry(version=v, weight=w) for v, w in weights.items()]
+    return catalogue.set_split(model, entries, expected_revision=expected_revision)
+
+
+def weights_of(model: registry.Model) -> dict[str, int]:
+    return {entry.version: entry.weight for entry in model.split}
+
+
+@pytest.mark.parametrize("text", ["a", "smollm2", "llama-3.1_8b", "x" * 64, ".hidden", "0"])
+def test_these_are_names(text: str) -> None:
+    assert names.is_name(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "A", "a/b", "a b", "a\n", "\n", "x" * 65, ".", "..", "...", "é", "a@b", "a\0", "../etc"],
+)
+def test_these_are_no_names(text: str) -> None:
+    assert not names.is_name(text)
+    with pytest.raises(RefusedError, match="must be 1 to 64") as refused:
+        names.check_name(text, param="model")
+    assert refused.value.reason == "INVALID_ARGUMENT"
+    assert refused.value.param == "model"
+
+
+def test_a_target_is_a_name_or_a_version_of_it() -> None:
+    assert names.split_target("chat", param="target") == ("chat", None)
+    assert names.split_target("chat@v1", param="target") == ("chat", "v1")
+    for bad in ("", "@", "chat@", "@v1", "chat@v1@v2", "chat@.."):
+        with pytest.raises(RefusedError):
+            names.split_target(bad, param="target")
+
+
+def test_the_first_version_gets_all_traffic_and_later_ones_none() -> None:
+    model = put(a_model("v1"), a_version("v2"), now_unix_s=200)
+    assert weights_of(model) == {"v1": catalogue.MAX_WEIGHT}
+    assert [v.version for v in model.versions] == ["v1", "v2"]
+    assert [v.created_unix_s for v in model.versions] == [100, 200]
+    assert [v.spec.model_version for v in model.versions] == ["chat@v1", "chat@v2"]
+
+
+def test_putting_a_version_again_changes_nothing() -> None:
+    model = a_model("v1", "v2")
+    assert put(model, a_version("v2"), now_unix_s=999) == model
+
+
+def test_what_is_put_is_never_changed_in_place() -> None:
+    model, before = a_model("v1"), a_model("v1")
+    put(model, a_version("v2"))
+    put(model, a_version("v1", max_sequences=9))
+    split(model, v1=1)
+    catalogue.delete_version(put(model, a_version("v2")), "v2", ())
+    assert model == before
+
+
+def test_how_a_version_is_run_may_change_and_its_age_stays() -> None:
+    model = put(a_model("v1"), a_version("v1", max_sequences=64, context_tokens=4096))
+    assert model.versions[0].spec.max_sequences == 64
+    assert model.versions[0].created_unix_s == 100
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        a_version(artifact_path="/models/other"),
+        a_version(precision=engine.PRECISION_INT8),
+        a_version(task=engine.TASK_EMBED),
+        a_version(backend=engine.BACKEND_VLLM),
+        a_version(profile="h100"),
+    ],
+)
+def test_an_artifact_never_changes(changed: registry.ModelVersion) -> None:
+    with pytest.raises(RefusedError) as refused:
+        put(a_model("v1"), changed)
+    assert refused.value.reason == "VERSION_IMMUTABLE"
+
+
+def test_an_artifact_with_a_checksum_is_known_by_it() -> None:
+    model = put(None, a_version(sha256="A" * 64))
+    moved = put(model, a_version(sha256="a" * 64, artifact_path="/elsewhere"))
+    assert moved.versions[0].spec.artifact_path == "/elsewhere"
+    with pytest.raises(RefusedError) as refused:
+        put(model, a_version(sha256="b" * 64))
+    assert refused.value.reason == "VERSION_IMMUTABLE"
+
+
+def test_a_checksum_can_be_added_and_is_kept() -> None:
+    model = put(put(a_model("v1"), a_version(sha256="a" * 64)), a_version())
+    assert model.versions[0].artifact_sha256 == "a" * 64
+
+
+@pytest.mark.parametrize(
+    ("version", "param"),
+    [
+        (a_version(""), "version.version"),
+        (a_version("V1"), "version.version"),
+        (a_version(backend=0), "version.spec.backend"),
+        (a_version(backend=77), "version.spec.backend"),
+        (a_version(precision=77), "version.spec.precision"),
+        (a_version(task=77), "version.spec.task"),
+        (a_version(backend=engine.BACKEND_VLLM, artifact_path=""), "version.spec.artifact_path"),
+        (a_version(artifact_path="models/chat"), "version.spec.artifact_path"),
+        (a_version(artifact_path="/models/../etc"), "version.spec.artifact_path"),
+        (a_version(artifact_path="/models/\0"), "version.spec.artifact_path"),
+        (a_version(artifact_path="/" + "x" * 5000), "version.spec.artifact_path"),
+        (a_version(tensor_parallel=65), "version.spec.tensor_parallel"),
+        (a_version(profile="../h100"), "version.spec.profile"),
+        (a_version(model_version="other@v1"), "version.spec.model_version"),
+        (a_version(sha256="beef"), "version.artifact_sha256"),
+    ],
+)
+def test_a_wrong_version_is_refused_with_its_field(
+    version: registry.ModelVersion, param: str
+) -> None:
+    with pytest.raises(RefusedError) as refused:
+        put(None, version)
+    assert (refused.value.reason, refused.value.param) == ("INVALID_ARGUMENT", param)
+
+
+def test_a_model_has_a_bounded_number_of_versions() -> None:
+    model = a_model("v1", "v2", "v3", "v4")
+    put(model, a_version("v4"))
+    with pytest.raises(RefusedError, match="the most it may have"):
+        put(model, a_version("v5"))
+
+
+def test_a_version_with_traffic_is_not_deleted() -> None:
+    model = a_model("v1", "v2", v1=95, v2=5)
+    with pytest.raises(RefusedError) as refused:
+        catalogue.delete_version(model, "v2", ())
+    assert refused.value.reason == "VERSION_IN_USE"
+
+
+def test_a_version_without_traffic_is_deleted() -> None:
+    changed = catalogue.delete_version(a_model("v1", "v2", v1=1), "v2", ())
+    assert changed is not None
+    assert [v.version for v in changed.versions] == ["v1"]
+
+
+def test_deleting_an_unknown_version_changes_nothing() -> None:
+    model = a_model("v1")
+    assert catalogue.delete_version(model, "v9", ()) == model
+
+
+def test_the_last_version_takes_its_model_along() -> None:
+    assert catalogue.delete_version(a_model("v1"), "v1", ()) is None
+
+
+@pytest.mark.parametrize(
+    ("target", "version", "is_held"),
+    [
+        ("chat@v2", "v2", True),
+        ("chat@v1", "v2", False),
+        ("chat", "v2", False),
+        ("other@v2", "v2", False),
+    ],
+)
+def test_an_alias_holds_what_it_stands_for(target: str, version: str, is_held: bool) -> None:
+    aliases = [registry.Alias(name="stable", target=target)]
+    model = a_model("v1", "v2", v1=1)
+    if is_held:
+        with pytest.raises(RefusedError, match="stable") as refused:
+            catalogue.delete_version(model, version, aliases)
+        assert refused.value.reason == "VERSION_IN_USE"
+    else:
+        assert catalogue.delete_version(model, version, aliases) != model
+
+
+def test_an_alias_of_the_model_holds_its_last_version() -> None:
+    with pytest.raises(RefusedError) as refused:
+        catalogue.delete_version(a_model("v1"), "v1", [registry.Alias(name="a", target="chat")])
+    assert refused.value.reason == "VERSION_IN_USE"
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [],
+        [("v1", 0)],
+        [("v9", 1)],
+        [("v1", 1), ("v1", 2)],
+        [("v1", catalogue.MAX_WEIGHT + 1)],
+        [("", 1)],
+    ],
+)
+def test_a_wrong_split_is_refused(entries: list[tuple[str, int]]) -> None:
+    wanted = [registry.SplitEntry(version=v, weight=w) for v, w in entries]
+    with pytest.raises(RefusedError) as refused:
+        catalogue.set_split(a_model("v1", "v2"), wanted, expected_revision=0)
+    assert (refused.value.reason, refused.value.param) == ("INVALID_ARGUMENT", "split")
+
+
+@given(
+    st.dictionaries(st.sampled_from(["v1", "v2", "v3", "v4"]), st.integers(0, 10_000), min_size=1)
+)
+def test_a_split_holds_what_was_asked_and_nothing_of_weight_0(weights: dict[str, int]) -> None:
+    model = a_model("v1", "v2", "v3", "v4")
+    if not any(weights.values()):
+        with pytest.raises(RefusedError):
+            split(model, **weights)
+        return
+    changed = split(model, **weights)
+    assert weights_of(changed) == {v: w for v, w in weights.items() if w > 0}
+    assert split(changed, **weights) == changed
+
+
+def test_a_split_based_on_an_old_revision_conflicts() -> None:
+    model = a_model("v1", "v2")
+    model.revision = 7
+    assert weights_of(split(model, expected_revision=7, v2=1)) == {"v2": 1}
+    with pytest.raises(RefusedError) as refused:
+        split(model, expected_revision=6, v2=1)
+    assert refused.value.reason == "CONFLICT"
+
+
+def alias(
+    name: str,
+    target: str,
+    *,
+    names_model: bool = False,
+    model: registry.Model | None = None,
+    target_is_alias: bool = False,
+) -> registry.Alias:
+    return catalogue.check_alias(
+        registry.Alias(name=name, target=target),
+        names_model=names_model,
+        target=model,
+        target_is_alias=target_is_alias,
+    )
+
+
+def test_an_alias_stands_for_a_model_or_a_version() -> None:
+    for target in ("chat", "chat@v1"):
+        assert alias("stable", target, model=a_model("v1")).target == target
+
+
+@pytest.mark.parametrize(
+    ("reason", "name", "target", "flags"),
+    [
+        ("INVALID_ARGUMENT", "Stable", "chat", {"model": a_model("v1")}),
+        ("INVALID_ARGUMENT", "stable", "chat@@v1", {"model": a_model("v1")}),
+        ("INVALID_ARGUMENT", "stable", "chat", {"model": a_model("v1"), "names_model": True}),
+        ("INVALID_ARGUMENT", "a", "b", {"target_is_alias": True}),
+        ("INVALID_ARGUMENT", "a", "a", {}),
+        ("MODEL_NOT_FOUND", "a", "b", {}),
+        ("MODEL_NOT_FOUND", "a", "chat@v9", {"model": a_model("v1")}),
+    ],
+)
+def test_a_wrong_alias_is_refused(
+    reason: str, name: str, target: str, flags: dict[str, object]
+) -> None:
+    with pytest.raises(RefusedError) as refused:
+        alias(name, target, **flags)  # type: ignore[arg-type]
+    assert refused.value.reason == reason
+
+
+def test_a_model_cannot_take_an_aliass_name() -> None:
+    catalogue.check_new_model_name(names_alias=False)
+    with pytest.raises(RefusedError):
+        catalogue.check_new_model_name(names_alias=True)
+
+
+@given(NAME, NAME)
+def test_every_pair_of_names_makes_a_target(model: str, version: str) -> None:
+    if names.is_name(model) and names.is_name(version):
+        assert names.split_target(f"{model}@{version}", param="t") == (model, version)
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[1]", '[{"nope": 1}]', '[{"model": 3}]'])
+def test_a_wrong_bootstrap_names_its_variable(text: str) -> None:
+    with pytest.raises(bootstrap.ConfigError, match="FOREBAY_REGISTRY_BOOTSTRAP"):
+        bootstrap.parse(text)
+
+
+def test_a_bootstrap_is_a_list_of_versions() -> None:
+    text = '[{"model": "chat", "version": {"version": "v1", "spec": {"backend": 2}}}]'
+    assert bootstrap.parse("") == ()
+    assert [request.model for request in bootstrap.parse(text)] == ["chat"]
