@@ -1,0 +1,1 @@
+"""Where the batcher touches the world."""

@@ -1,0 +1,68 @@
+"""The engine host's watch, and a look at whether a runner still listens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Mapping
+from types import MappingProxyType
+
+from forebay.engine.v1 import engine_service_pb2 as pb
+from forebay.engine.v1 import engine_service_pb2_grpc as rpc
+from forebay_common.channel import connect
+
+from forebay_batcher.core.models import Model, ModelState
+
+# A newer host may have states that this batcher does not know.
+_STATES: Mapping[int, ModelState] = {state.value: state for state in ModelState}
+
+
+async def watch_engine(
+    address: str, *, load_interval_ms: int
+) -> AsyncGenerator[Mapping[str, Model], None]:
+    """The host's models, whole each time; revisions need no check. Ends when the host ends it.
+
+    Raises:
+        grpc.RpcError: the host cannot be reached, or was lost.
+    """
+    async with connect(address) as channel:
+        call = rpc.EngineServiceStub(channel).WatchEngine(
+            pb.WatchEngineRequest(load_interval_ms=load_interval_ms)
+        )
+        try:
+            async for state in call:
+                yield MappingProxyType({m.spec.model_version: _model(m) for m in state.models})
+        finally:
+            call.cancel()
+
+
+def _model(status: pb.ModelStatus) -> Model:
+    return Model(
+        model_version=status.spec.model_version,
+        state=_STATES.get(status.state, ModelState.UNKNOWN),
+        phase=status.phase,
+        task=status.spec.task,
+        socket_path=status.socket_path,
+        generation=status.generation,
+        # A runner that names no limit gets one request at a time rather than none.
+        slots=status.limits.max_sequences or status.spec.max_sequences or 1,
+        context_tokens=status.limits.context_tokens or status.spec.context_tokens,
+        kv_cache_usage=status.load.kv_cache_usage,
+        generated_tokens=status.load.generated_tokens,
+    )
+
+
+async def is_listening(socket_path: str, *, timeout_s: float = 0.2) -> bool:
+    """Whether a process listens on a Unix socket. A slow answer counts as yes: a busy runner is not
+    a dead one."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_unix_connection(socket_path)
+    except (ConnectionRefusedError, FileNotFoundError):
+        return False
+    except OSError:
+        return True
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return True

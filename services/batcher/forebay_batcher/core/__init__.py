@@ -1,0 +1,1 @@
+"""What the batcher decides: who goes next, which model is meant, whose orders count."""

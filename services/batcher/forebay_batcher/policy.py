@@ -1,0 +1,158 @@
+"""The batcher's side of the relay: name the model, wait for a slot, go to its runner.
+
+A request that fails is not tried again here: the router knows other replicas, this hop only one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+from forebay.inference.v1 import inference_service_pb2 as pb
+from forebay_common import metadata as md
+from forebay_common.errors import ForebayError, Reason
+from forebay_common.telemetry import context_of, inject, tracer
+from forebay_wire.policy import Decision, Fail, Head, Method, Outcome, Progress, Route
+from google.protobuf.message import DecodeError
+from opentelemetry.trace import Span, StatusCode
+
+from forebay_batcher import metrics
+from forebay_batcher.core.models import Model
+from forebay_batcher.core.queue import PriorityClass, Start
+from forebay_batcher.engine_loop import EngineLoop, target_of
+from forebay_batcher.queue_loop import QueueLoop
+from forebay_batcher.replica import Replica
+
+_PASSED_ON = (md.TENANT, md.SESSION, md.ATTEMPT, md.PROMPT_TOKENS)
+
+
+class BatcherPolicy:
+    """Decides for the batcher's relay."""
+
+    def __init__(
+        self, *, replica: Replica, queue: QueueLoop, engine: EngineLoop, run_s_max: float
+    ) -> None:
+        self._replica = replica
+        self._queue = queue
+        self._engine = engine
+        self._run_s_max = run_s_max
+
+    async def admit(self, head: Head, message: bytes) -> Route:
+        """Wait for a slot of the model's runner.
+
+        Raises:
+            ForebayError: INVALID_ARGUMENT, MODEL_NOT_FOUND, MODEL_NOT_LOADED, NO_REPLICA, DRAINING,
+                QUEUE_FULL, or DEADLINE_EXCEEDED.
+        """
+        try:
+            self._replica.standing.check_open()
+            priority = _class_of(head)
+            pinned = head.metadata.get(md.MODEL)
+            wanted = pinned or _model_in(head.method, message)
+            model = self._replica.engine.resolve(wanted, pinned=bool(pinned))
+            return await self._wait(head, len(message), model, priority)
+        except ForebayError as error:
+            metrics.REFUSALS.labels(error.reason.value).inc()
+            raise
+
+    async def on_failure(
+        self, head: Head, route: Route, error: ForebayError, progress: Progress
+    ) -> Decision:
+        """Always fails, with a look first at whether the runner is still there."""
+        if error.reason is Reason.REPLICA_LOST:
+            start: Start = route.context
+            await self._engine.check_runner(start.request.model_version, start.capacity)
+        return Fail(error)
+
+    def on_end(
+        self,
+        head: Head,
+        route: Route,
+        outcome: Outcome,
+        error: ForebayError | None,
+        progress: Progress,
+    ) -> None:
+        """Give the slot back."""
+        start: Start = route.context
+        self._queue.release(start.request.number)
+
+    async def _wait(
+        self, head: Head, size_bytes: int, model: Model, priority: PriorityClass
+    ) -> Route:
+        span = tracer().start_span(
+            "queue",
+            context=head.trace,
+            attributes={
+                "forebay.class": priority.name,
+                "forebay.queue_depth": self._queue.queue.waiting,
+                "forebay.model_version": model.model_version,
+                "forebay.request_id": head.request_id,
+            },
+        )
+        try:
+            start = await self._queue.acquire(
+                request_id=head.request_id,
+                model_version=model.model_version,
+                priority=priority,
+                size_bytes=size_bytes,
+                deadline=head.deadline,
+            )
+        except ForebayError as error:
+            span.set_status(StatusCode.ERROR, error.reason.value)
+            raise
+        finally:
+            span.end()
+        return self._route(head, start, priority, span)
+
+    def _route(self, head: Head, start: Start, priority: PriorityClass, span: Span) -> Route:
+        ends_at = time.monotonic() + self._run_s_max
+        passed_on = ((key, head.metadata[key]) for key in _PASSED_ON if key in head.metadata)
+        return Route(
+            target=target_of(start.capacity.target),
+            metadata=(
+                (md.REQUEST_ID, head.request_id),
+                (md.MODEL, start.request.model_version),
+                (md.CLASS, priority.name),
+                *passed_on,
+                *inject(context_of(span)),
+            ),
+            deadline=ends_at if head.deadline is None else min(ends_at, head.deadline),
+            context=start,
+        )
+
+
+def _class_of(head: Head) -> PriorityClass:
+    given = head.metadata.get(md.CLASS)
+    if given is None:
+        return PriorityClass.REALTIME
+    if given not in PriorityClass.__members__:
+        raise ForebayError(
+            Reason.INVALID_ARGUMENT,
+            f"{md.CLASS} must be one of {', '.join(PriorityClass.__members__)}.",
+            param=md.CLASS,
+        )
+    return PriorityClass[given]
+
+
+def _model_in(method: Method, message: bytes) -> str:
+    """The model that a message names, for callers that send no metadata."""
+    try:
+        if method is Method.GENERATE:
+            return pb.GenerateRequest.FromString(message).model
+        if method is Method.EMBED:
+            return pb.EmbedRequest.FromString(message).model
+        body = json.loads(pb.CallOpenAIRequest.FromString(message).body)
+    except DecodeError:
+        raise ForebayError(Reason.INVALID_ARGUMENT, "The message cannot be decoded.") from None
+    except (ValueError, RecursionError):
+        raise ForebayError(
+            Reason.INVALID_ARGUMENT, "body must be a JSON document.", param="body"
+        ) from None
+    model = body.get("model", "") if isinstance(body, dict) else None
+    if not isinstance(model, str):
+        raise ForebayError(
+            Reason.INVALID_ARGUMENT,
+            "body must be a JSON object whose model is a string.",
+            param="model",
+        )
+    return model
