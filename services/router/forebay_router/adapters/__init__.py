@@ -1,0 +1,1 @@
+"""What the router touches: etcd, batchers and HTTP clients. No decisions are made here."""

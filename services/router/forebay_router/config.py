@@ -1,0 +1,86 @@
+"""What an operator can set on a router."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from forebay_common.config import option
+
+PREFIX = "FOREBAY_ROUTER"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Config:
+    """A router's options."""
+
+    grpc_listen: str = option("127.0.0.1:7070", "Where gRPC is served, `host:port`.")
+    http_listen: str = option(
+        "127.0.0.1:8080", "Where the OpenAI protocol is served, `host:port`; empty turns it off."
+    )
+    advertise_host: str = option(
+        "", "Host that others reach this router by; the listening host when empty."
+    )
+    default_timeout_s: float = option(
+        600.0, "Deadline of a request that brings none, in seconds.", minimum=0.1, maximum=86400
+    )
+    max_timeout_s: float = option(
+        3600.0, "Longest deadline a caller may set, in seconds.", minimum=0.1, maximum=86400
+    )
+    no_replica_wait_s: float = option(
+        2.0,
+        "How long a request waits for a replica to appear before NO_REPLICA, in seconds; raise it "
+        "where replicas are replaced often.",
+        minimum=0,
+        maximum=600,
+    )
+    max_attempts: int = option(
+        3, "Most replicas a request is sent to before its first message.", minimum=1, maximum=10
+    )
+    max_in_flight: int = option(
+        4096, "Most requests at once; more are refused with QUEUE_FULL.", minimum=1
+    )
+    max_body_bytes: int = option(
+        16 << 20, "Largest body or message of a request, in bytes.", minimum=1024, maximum=1 << 30
+    )
+    max_header_bytes: int = option(
+        16384, "Largest HTTP header field or request line, in bytes.", minimum=1024, maximum=1 << 20
+    )
+    max_headers: int = option(
+        100, "Most header fields of an HTTP request.", minimum=16, maximum=1000
+    )
+    body_read_timeout_s: float = option(
+        30.0, "Longest time an HTTP body may take to arrive, in seconds.", minimum=0.1
+    )
+    slow_reader_s: float = option(
+        30.0,
+        "How long an HTTP client may leave a full buffer unread before it is cut, in seconds.",
+        minimum=0.1,
+    )
+    idle_connection_s: float = option(
+        75.0,
+        "How long an idle HTTP connection is kept, in seconds; keep it above that of the load "
+        "balancer in front.",
+        minimum=1,
+    )
+    load_interval_ms: int = option(
+        100, "Least time between two load reports of a replica, in milliseconds.", minimum=10
+    )
+    watch_backoff_max_s: float = option(
+        2.0,
+        "Longest pause between attempts to reach a replica that is down, in seconds.",
+        minimum=0.1,
+        maximum=60,
+    )
+    unlisted_grace_s: float = option(
+        10.0,
+        "How long a replica without a lease is kept while it still answers, in seconds: etcd may "
+        "have lost leases that their holders are about to renew.",
+        minimum=0,
+        maximum=300,
+    )
+    explain_requests: int = option(
+        2048, "How many recent requests ExplainRequest knows.", minimum=1, maximum=100_000
+    )
+    explain_candidates: int = option(
+        32, "Most candidates remembered of one placement.", minimum=1, maximum=10_000
+    )

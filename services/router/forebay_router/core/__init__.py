@@ -1,0 +1,1 @@
+"""What the router decides, as pure functions over values."""

@@ -1,0 +1,117 @@
+"""Checks the messages of Generate and Embed against the bounds their contract names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from forebay.inference.v1.inference_service_pb2 import (
+    EmbedRequest,
+    GenerateRequest,
+    SamplingOptions,
+)
+
+from forebay_router.core.refusal import RefusedError
+from forebay_router.core.wanted import (
+    MAX_INPUTS,
+    MAX_LOGPROBS,
+    MAX_MODEL_CHARS,
+    MAX_STOPS,
+    Wanted,
+    estimate_tokens,
+)
+
+ROLES = frozenset({"system", "user", "assistant", "tool"})
+
+# A comparison with NaN is false, so each bound says what is right instead of what is wrong.
+_BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("max_tokens", lambda value: value >= 1, "at least 1"),
+    ("temperature", lambda value: 0 <= value <= 2, "from 0 to 2"),
+    ("top_p", lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    ("presence_penalty", lambda value: -2 <= value <= 2, "from -2 to 2"),
+    ("frequency_penalty", lambda value: -2 <= value <= 2, "from -2 to 2"),
+    ("repetition_penalty", lambda value: 0 < value < float("inf"), "above 0"),
+    ("logprobs", lambda value: value <= MAX_LOGPROBS, f"at most {MAX_LOGPROBS}"),
+)
+
+
+def check_generate(request: GenerateRequest) -> Wanted:
+    """Check a GenerateRequest.
+
+    Raises:
+        RefusedError: INVALID_ARGUMENT naming the field.
+    """
+    _check_model(request.model)
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise RefusedError("INVALID_ARGUMENT", "A prompt is required.", param="prompt")
+    if kind == "token_ids" and not request.token_ids.ids:
+        raise _empty("token_ids.ids")
+    if kind == "messages":
+        _check_messages(request)
+    if request.HasField("sampling"):
+        _check_sampling(request.sampling)
+    return Wanted(request.model, "generate_content", _prompt_tokens(request, kind))
+
+
+def check_embed(request: EmbedRequest) -> Wanted:
+    """Check an EmbedRequest.
+
+    Raises:
+        RefusedError: INVALID_ARGUMENT naming the field.
+    """
+    _check_model(request.model)
+    if not request.inputs:
+        raise _empty("inputs")
+    if len(request.inputs) > MAX_INPUTS:
+        message = f"'inputs' holds more than {MAX_INPUTS} entries."
+        raise RefusedError("INVALID_ARGUMENT", message, param="inputs")
+    tokens = 0
+    for index, entry in enumerate(request.inputs):
+        kind = entry.WhichOneof("input")
+        if kind is None or (kind == "token_ids" and not entry.token_ids.ids):
+            raise _empty(f"inputs[{index}]")
+        tokens += (
+            len(entry.token_ids.ids) if kind == "token_ids" else estimate_tokens(len(entry.text))
+        )
+    return Wanted(request.model, "embeddings", tokens)
+
+
+def _check_model(model: str) -> None:
+    if not 1 <= len(model) <= MAX_MODEL_CHARS:
+        message = f"'model' must have 1 to {MAX_MODEL_CHARS} characters."
+        raise RefusedError("INVALID_ARGUMENT", message, param="model")
+
+
+def _check_messages(request: GenerateRequest) -> None:
+    if not request.messages.messages:
+        raise _empty("messages")
+    for index, message in enumerate(request.messages.messages):
+        if message.role not in ROLES:
+            param = f"messages[{index}].role"
+            text = f"'{param}' must be one of {', '.join(sorted(ROLES))}."
+            raise RefusedError("INVALID_ARGUMENT", text, param=param)
+
+
+def _check_sampling(sampling: SamplingOptions) -> None:
+    for field, is_right, bound in _BOUNDS:
+        if sampling.HasField(field) and not is_right(getattr(sampling, field)):  # type: ignore[arg-type]
+            param = f"sampling.{field}"
+            raise RefusedError("INVALID_ARGUMENT", f"'{param}' must be {bound}.", param=param)
+    if len(sampling.stop) > MAX_STOPS:
+        message = f"'sampling.stop' holds more than {MAX_STOPS} entries."
+        raise RefusedError("INVALID_ARGUMENT", message, param="sampling.stop")
+    for index, stop in enumerate(sampling.stop):
+        if not stop:
+            raise _empty(f"sampling.stop[{index}]")
+
+
+def _prompt_tokens(request: GenerateRequest, kind: str) -> int:
+    if kind == "token_ids":
+        return len(request.token_ids.ids)
+    if kind == "text":
+        return estimate_tokens(len(request.text))
+    return estimate_tokens(sum(len(message.content) for message in request.messages.messages))
+
+
+def _empty(param: str) -> RefusedError:
+    return RefusedError("INVALID_ARGUMENT", f"'{param}' must not be empty.", param=param)

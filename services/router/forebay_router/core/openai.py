@@ -1,0 +1,211 @@
+"""Checks bodies of the OpenAI protocol: types, required fields, and what a caller can make large.
+
+Fields that are not named here pass through untouched and are judged by the engine.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
+
+from forebay_router.core.refusal import RefusedError
+from forebay_router.core.wanted import (
+    MAX_CHOICES,
+    MAX_INPUTS,
+    MAX_LOGPROBS,
+    MAX_MODEL_CHARS,
+    MAX_STOPS,
+    Wanted,
+    estimate_tokens,
+)
+
+ModelName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_MODEL_CHARS)]
+AtLeastOne: TypeAlias = Annotated[int, Meta(ge=1)]
+NotNegative: TypeAlias = Annotated[int, Meta(ge=0)]
+Choices: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+Logprobs: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
+Stops: TypeAlias = str | Annotated[list[str], Meta(max_length=MAX_STOPS)]
+Temperature: TypeAlias = Annotated[float, Meta(ge=0, le=2)]
+TopP: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
+Prompt: TypeAlias = str | list[str | int | list[int]]
+
+
+class StreamOptions(Struct):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+
+
+class Sampling(Struct, kw_only=True):
+    """What chat and completions have in common."""
+
+    model: ModelName
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Choices | None = None
+    max_tokens: AtLeastOne | None = None
+    min_tokens: NotNegative | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    seed: int | None = None
+    stop: Stops | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    prompt_logprobs: Logprobs | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+
+
+class ContentPart(Struct):
+    """A part of a message; which fields it has depends on its type."""
+
+    type: str | None = None
+    text: str | None = None
+
+
+class Message(Struct):
+    """One turn of a conversation."""
+
+    role: Annotated[str, Meta(min_length=1)]
+    content: str | list[str | ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+
+class ChatBody(Sampling, kw_only=True):
+    """`/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: AtLeastOne | None = None
+    logprobs: bool | None = None
+    top_logprobs: Logprobs | None = None
+    tools: list[dict[str, Any]] | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class CompletionBody(Sampling, kw_only=True):
+    """`/v1/completions`."""
+
+    prompt: Prompt
+    best_of: Choices | None = None
+    logprobs: Logprobs | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+class EmbeddingBody(Struct, kw_only=True):
+    """`/v1/embeddings`."""
+
+    model: ModelName
+    input: Prompt
+    dimensions: AtLeastOne | None = None
+    encoding_format: str | None = None
+    user: str | None = None
+
+
+Body: TypeAlias = ChatBody | CompletionBody | EmbeddingBody
+
+_DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
+    "/v1/chat/completions": msgspec.json.Decoder(ChatBody),
+    "/v1/completions": msgspec.json.Decoder(CompletionBody),
+    "/v1/embeddings": msgspec.json.Decoder(EmbeddingBody),
+}
+PATHS = frozenset(_DECODERS)
+
+_PROBLEM = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<field>\w+)`")
+
+
+def check_openai(path: str, body: bytes) -> Wanted:
+    """Check a body.
+
+    Raises:
+        RefusedError: ROUTE_NOT_FOUND for a path that is not served; INVALID_ARGUMENT naming the
+            field.
+    """
+    decoder = _DECODERS.get(path)
+    if decoder is None:
+        raise RefusedError("ROUTE_NOT_FOUND", "There is no such path here.", param="path")
+    parsed = _decode(decoder, body)
+    if isinstance(parsed, ChatBody):
+        characters = sum(_characters(message) for message in parsed.messages)
+        return Wanted(parsed.model, "chat", estimate_tokens(characters))
+    if isinstance(parsed, CompletionBody):
+        _check_prompt(parsed.prompt, "prompt")
+        return Wanted(parsed.model, "text_completion", _estimate(parsed.prompt))
+    _check_prompt(parsed.input, "input")
+    return Wanted(parsed.model, "embeddings", _estimate(parsed.input))
+
+
+def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Body:
+    try:
+        # The decoder skips unknown fields without reading their text, and the engine would choke.
+        str(body, "utf-8")
+        parsed: Body = decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise RefusedError("INVALID_ARGUMENT", "The body is not valid JSON in UTF-8.") from None
+    except RecursionError:
+        raise RefusedError("INVALID_ARGUMENT", "The body is nested too deeply.") from None
+    return parsed
+
+
+def _explain(problem: str) -> RefusedError:
+    match = _PROBLEM.fullmatch(problem)
+    assert match is not None, "the pattern matches every text"
+    what, path = match["what"], match["path"] or ""
+    missing = _MISSING.fullmatch(what)
+    if missing is not None:
+        path = f"{path}.{missing['field']}" if path else missing["field"]
+        return RefusedError("INVALID_ARGUMENT", f"'{path}' is required.", param=path)
+    if not path:
+        return RefusedError("INVALID_ARGUMENT", "The body must be a JSON object.")
+    what = what[:1].lower() + what[1:]
+    return RefusedError("INVALID_ARGUMENT", f"'{path}' is wrong: {what}.", param=path)
+
+
+def _check_prompt(prompt: Prompt, field: str) -> None:
+    if isinstance(prompt, str):
+        return
+    if not prompt:
+        raise RefusedError("INVALID_ARGUMENT", f"'{field}' must not be empty.", param=field)
+    kind = type(prompt[0])
+    for index, entry in enumerate(prompt):
+        param = f"{field}[{index}]"
+        if type(entry) is not kind:
+            message = f"'{param}' is of another type than '{field}[0]'."
+            raise RefusedError("INVALID_ARGUMENT", message, param=param)
+        tokens = (entry,) if isinstance(entry, int) else entry if isinstance(entry, list) else ()
+        if isinstance(entry, list) and not entry:
+            raise RefusedError("INVALID_ARGUMENT", f"'{param}' must not be empty.", param=param)
+        if any(token < 0 for token in tokens):
+            raise RefusedError(
+                "INVALID_ARGUMENT", f"'{param}' holds a negative token.", param=param
+            )
+    if kind is not int and len(prompt) > MAX_INPUTS:
+        message = f"'{field}' holds more than {MAX_INPUTS} entries."
+        raise RefusedError("INVALID_ARGUMENT", message, param=field)
+
+
+def _estimate(prompt: Prompt) -> int:
+    if isinstance(prompt, str):
+        return estimate_tokens(len(prompt))
+    return sum(
+        1 if isinstance(e, int) else len(e) if isinstance(e, list) else estimate_tokens(len(e))
+        for e in prompt
+    )
+
+
+def _characters(message: Message) -> int:
+    if isinstance(message.content, str):
+        return len(message.content)
+    return sum(
+        len(part) if isinstance(part, str) else len(part.text or "")
+        for part in message.content or ()
+    )
