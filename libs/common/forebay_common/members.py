@@ -1,0 +1,226 @@
+"""etcd's members: a channel to each, one in use, another found when it fails.
+
+A member is in use only after it answered a linearizable read, so one that is cut off from its
+quorum is passed over. What may have reached a member is sent again only if it is repeatable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
+
+import grpc
+import grpc.aio
+from aetcd import rpc
+
+from forebay_common.errors import ForebayError, Reason
+
+T = TypeVar("T")
+
+# etcd answers pings more frequent than every 5 s with GOAWAY (`--grpc-keepalive-min-time`), and
+# counts those of a channel without calls as abuse.
+_OPTIONS: Final = (
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+class LeaseNotFoundError(ForebayError):
+    """The lease has expired or was revoked; a new one must be granted."""
+
+    def __init__(self) -> None:
+        super().__init__(Reason.STORE_UNAVAILABLE, "The lease has expired; try again.")
+
+
+class Member:
+    """One etcd member and its stubs."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.channel = grpc.aio.insecure_channel(_target(endpoint), options=_OPTIONS)
+        self.kv: Any = rpc.KVStub(self.channel)
+        self.lease: Any = rpc.LeaseStub(self.channel)
+        self.watch: Any = rpc.WatchStub(self.channel)
+
+    def is_connected(self) -> bool:
+        """Whether a call would be sent at once. If not, the channel starts to connect."""
+        return self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
+
+
+class Members:
+    """Chooses the member that calls go to."""
+
+    def __init__(self, endpoints: Sequence[str], *, timeout_s: float) -> None:
+        if not endpoints:
+            raise ValueError("at least one etcd endpoint is needed")
+        self._members = tuple(Member(endpoint) for endpoint in dict.fromkeys(endpoints))
+        self._current = self._members[0] if len(self._members) == 1 else None
+        self._choosing = asyncio.Lock()
+        self._timeout_s = timeout_s
+        self._open: set[Any] = set()
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    async def close(self) -> None:
+        """Ends every call with STORE_UNAVAILABLE and closes the channels."""
+        self._closed = True
+        for call in tuple(self._open):
+            call.cancel()
+        for member in self._members:
+            await member.channel.close()
+
+    async def unary(
+        self, method: Callable[[Member], Any], request: Any, *, repeatable: bool
+    ) -> Any:
+        """Send one request to a method of a member that works."""
+
+        async def send(member: Member, timeout_s: float) -> Any:
+            call = method(member)(request, timeout=timeout_s, wait_for_ready=True)
+            with self.hold(call):
+                return await call
+
+        return await self.call(send, repeatable=repeatable)
+
+    async def call(
+        self,
+        send: Callable[[Member, float], Awaitable[T]],
+        *,
+        repeatable: bool,
+        timeout_s: float | None = None,
+    ) -> T:
+        """Make one exchange with a member that works, given the seconds it may take.
+
+        STORE_UNAVAILABLE for a call that is not repeatable means that it was perhaps carried out.
+        """
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        tries_left = 2 if repeatable else 1
+        while True:
+            member = await self.choose(deadline)
+            # Where there is nobody else to ask, one slow answer is better than two short waits.
+            shares = tries_left if len(self._members) > 1 else 1
+            share_s = max(0.001, (deadline - time.monotonic()) / shares)
+            tries_left -= 1
+            try:
+                return await send(member, share_s)
+            except (grpc.aio.AioRpcError, grpc.aio.BaseError) as error:
+                failure = to_error(error)
+                if failure.reason is not Reason.STORE_UNAVAILABLE or isinstance(
+                    failure, LeaseNotFoundError
+                ):
+                    raise failure from error
+                self.suspect(member)
+                if tries_left == 0 or time.monotonic() >= deadline:
+                    raise failure from error
+            except asyncio.CancelledError:
+                if self.was_cut_off():
+                    raise unavailable() from None
+                raise
+
+    @contextmanager
+    def hold(self, call: Any) -> Iterator[Any]:
+        """Own a gRPC call: it is cancelled on leaving, if it has not ended, and by `close`."""
+        self._open.add(call)
+        try:
+            yield call
+        finally:
+            self._open.discard(call)
+            call.cancel()
+
+    def was_cut_off(self) -> bool:
+        """Whether a CancelledError comes from `close` having cancelled a call, and not from a
+        cancellation of the calling task."""
+        task = asyncio.current_task()
+        return self._closed and (task is None or task.cancelling() == 0)
+
+    async def choose(self, deadline: float) -> Member:
+        """The member in use, or the first of all to answer. `deadline` is in monotonic seconds."""
+        if self._closed:
+            raise unavailable()
+        if (member := self._usable()) is not None:
+            return member
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())), self._choosing:
+                if (member := self._usable()) is None:
+                    member = await self._first_to_answer(deadline)
+                    self._current = member
+                return member
+        except TimeoutError:
+            raise unavailable() from None
+
+    def suspect(self, member: Member) -> None:
+        """Stop using a member that failed, until it answers again."""
+        if len(self._members) > 1 and self._current is member:
+            self._current = None
+
+    def _usable(self) -> Member | None:
+        current = self._current
+        if current is None or len(self._members) == 1 or current.is_connected():
+            return current
+        return None
+
+    async def _first_to_answer(self, deadline: float) -> Member:
+        probes = {
+            asyncio.create_task(_probe(member, max(0.001, deadline - time.monotonic()))): member
+            for member in self._members
+        }
+        waiting = set(probes)
+        try:
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when="FIRST_COMPLETED")
+                for probe in done:
+                    if not probe.cancelled() and probe.result():
+                        return probes[probe]
+        finally:
+            for probe in waiting:
+                probe.cancel()
+            if waiting:
+                await asyncio.wait(waiting)
+        raise unavailable()
+
+
+async def _probe(member: Member, timeout_s: float) -> bool:
+    try:
+        await member.kv.Range(rpc.RangeRequest(key=b"\0"), timeout=timeout_s, wait_for_ready=True)
+    except (grpc.aio.AioRpcError, grpc.aio.BaseError):
+        return False
+    return True
+
+
+def unavailable() -> ForebayError:
+    """What a caller sees while etcd cannot be reached."""
+    return ForebayError(Reason.STORE_UNAVAILABLE, "The store cannot be reached; try again.")
+
+
+def to_error(error: Exception) -> ForebayError:
+    """What etcd answered, or the failure of its connection, as the error a caller sees."""
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return unavailable()
+    details = error.details() or ""
+    if error.code() is grpc.StatusCode.NOT_FOUND and "lease not found" in details:
+        return LeaseNotFoundError()
+    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+        return ForebayError(Reason.INVALID_ARGUMENT, f"The store refused the request: {details}.")
+    return unavailable()
+
+
+def _target(endpoint: str) -> str:
+    if endpoint.startswith("https://"):
+        raise ValueError("etcd over TLS is not supported; give host:port")
+    return endpoint.removeprefix("http://").rstrip("/")
