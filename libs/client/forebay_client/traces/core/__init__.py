@@ -1,0 +1,1 @@
+"""What a trace says, decided without touching the world."""
