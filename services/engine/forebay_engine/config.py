@@ -1,0 +1,82 @@
+"""What an engine host and its runners can be told."""
+
+from dataclasses import dataclass
+
+from forebay_common.config import option
+
+PREFIX = "FOREBAY_ENGINE"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Options of the host; its runners inherit them."""
+
+    listen: str = option(
+        "127.0.0.1:0",
+        "Address of EngineService, `host:port` (port 0: any free one) or `unix:/path`.",
+    )
+    metrics_listen: str = option(
+        "", "Address of the Prometheus metrics, `host:port`; off when empty."
+    )
+    load: str = option("", "Model versions to load at start: a JSON list of `engine.v1.ModelSpec`.")
+    memory_bytes: int = option(
+        0,
+        "Device memory that model versions may take together, in bytes; 0 leaves it undeclared.",
+        minimum=0,
+    )
+    models_max: int = option(
+        16, "Most model versions on this host, whatever their state.", minimum=1, maximum=1024
+    )
+    socket_dir: str = option(
+        "", "Directory of the runners' sockets; a private temporary one when empty."
+    )
+    canary_dir: str = option(
+        "", "Directory of recorded canary answers; `$XDG_CACHE_HOME/forebay/canaries` when empty."
+    )
+    load_timeout_s: float = option(
+        900.0,
+        "Longest load, in seconds; raise it for large models on slow storage.",
+        minimum=1,
+        maximum=7200,
+    )
+    stop_timeout_s: float = option(
+        10.0,
+        "How long a drained runner may take to exit before it is killed, in seconds.",
+        minimum=0.1,
+        maximum=300,
+    )
+    restart_first_s: float = option(
+        0.5,
+        "Pause before a dead runner is started again, in seconds; doubled by each failure.",
+        minimum=0.01,
+        maximum=300,
+    )
+    restart_most_s: float = option(
+        30.0, "Longest such pause, in seconds.", minimum=0.01, maximum=3600
+    )
+    load_interval_ms: int = option(
+        100, "How often a runner reports its load while it changes.", minimum=10, maximum=10_000
+    )
+    waiting_max: int = option(
+        1024,
+        "Most requests a runner holds at once; further ones are refused with QUEUE_FULL.",
+        minimum=1,
+        maximum=1_000_000,
+    )
+    merge_running: int = option(
+        16,
+        "From this many running requests on, tokens of several steps may share a message.",
+        minimum=1,
+        maximum=100_000,
+    )
+    merge_ms: int = option(
+        0,
+        "Longest that a token waits for the next ones then, in milliseconds; 0 never waits.",
+        minimum=0,
+        maximum=1000,
+    )
+    kv_cache_bytes: int = option(
+        1 << 30,
+        "KV cache of a vLLM runner on a CPU whose specification names none, in bytes.",
+        minimum=1 << 26,
+    )
