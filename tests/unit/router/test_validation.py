@@ -1,0 +1,266 @@
+"""What a request must look like."""
+
+import json
+from typing import Any
+
+import pytest
+from forebay.inference.v1 import inference_service_pb2 as inference
+from forebay_router.core.generate import check_embed, check_generate
+from forebay_router.core.openai import check_openai
+from forebay_router.core.refusal import RefusedError
+from hypothesis import given
+from hypothesis import strategies as st
+
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
+SECRET = "a secret prompt"
+
+
+def a_chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "chat", "messages": [{"role": "user", "content": SECRET}], **fields}
+
+
+def a_completion(**fields: Any) -> dict[str, Any]:
+    return {"model": "chat", "prompt": SECRET, **fields}
+
+
+def an_embedding(**fields: Any) -> dict[str, Any]:
+    return {"model": "embed", "input": SECRET, **fields}
+
+
+def without(body: dict[str, Any], field: str) -> dict[str, Any]:
+    return {key: value for key, value in body.items() if key != field}
+
+
+def refusal(path: str, body: Any) -> RefusedError:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with pytest.raises(RefusedError) as refused:
+        check_openai(path, raw)
+    assert SECRET not in refused.value.message
+    return refused.value
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT, without(a_chat(), "model"), "model"),
+        (CHAT, without(a_chat(), "messages"), "messages"),
+        (CHAT, a_chat(model=7), "model"),
+        (CHAT, a_chat(model=""), "model"),
+        (CHAT, a_chat(model="m" * 201), "model"),
+        (CHAT, a_chat(messages="hello"), "messages"),
+        (CHAT, a_chat(messages=[]), "messages"),
+        (CHAT, a_chat(messages=[{"content": "x"}]), "messages[0].role"),
+        (CHAT, a_chat(messages=[{"role": 1, "content": "x"}]), "messages[0].role"),
+        (CHAT, a_chat(messages=[{"role": "user", "content": 5}]), "messages[0].content"),
+        (
+            CHAT,
+            a_chat(messages=[{"role": "user", "content": [{"type": "text", "text": 1}]}]),
+            "messages[0].content[0].text",
+        ),
+        (CHAT, a_chat(stream="yes"), "stream"),
+        (CHAT, a_chat(stream=1), "stream"),
+        (CHAT, a_chat(stream_options={"include_usage": "x"}), "stream_options.include_usage"),
+        (CHAT, a_chat(n=0), "n"),
+        (CHAT, a_chat(n=17), "n"),
+        (CHAT, a_chat(max_tokens=0), "max_tokens"),
+        (CHAT, a_chat(max_tokens="many"), "max_tokens"),
+        (CHAT, a_chat(max_completion_tokens=-1), "max_completion_tokens"),
+        (CHAT, a_chat(temperature=2.5), "temperature"),
+        (CHAT, a_chat(temperature="hot"), "temperature"),
+        (CHAT, a_chat(top_p=0), "top_p"),
+        (CHAT, a_chat(presence_penalty=3), "presence_penalty"),
+        (CHAT, a_chat(frequency_penalty=-3), "frequency_penalty"),
+        (CHAT, a_chat(logprobs=5), "logprobs"),
+        (CHAT, a_chat(top_logprobs=21), "top_logprobs"),
+        (CHAT, a_chat(stop=["x"] * 17), "stop"),
+        (CHAT, a_chat(stop=["x", 1]), "stop[1]"),
+        (CHAT, a_chat(seed="one"), "seed"),
+        (CHAT, a_chat(logit_bias={"5": "x"}), "logit_bias[...]"),
+        (CHAT, a_chat(tools="none"), "tools"),
+        (COMPLETIONS, without(a_completion(), "prompt"), "prompt"),
+        (COMPLETIONS, a_completion(prompt=5), "prompt"),
+        (COMPLETIONS, a_completion(prompt=[]), "prompt"),
+        (COMPLETIONS, a_completion(prompt=["a", 1]), "prompt[1]"),
+        (COMPLETIONS, a_completion(prompt=[-1]), "prompt[0]"),
+        (COMPLETIONS, a_completion(prompt=[[]]), "prompt[0]"),
+        (COMPLETIONS, a_completion(prompt=["a"] * 2049), "prompt"),
+        (COMPLETIONS, a_completion(best_of=17), "best_of"),
+        (COMPLETIONS, a_completion(logprobs=21), "logprobs"),
+        (EMBEDDINGS, without(an_embedding(), "input"), "input"),
+        (EMBEDDINGS, an_embedding(input={}), "input"),
+        (EMBEDDINGS, an_embedding(input=[]), "input"),
+        (EMBEDDINGS, an_embedding(input=[[1], "a"]), "input[1]"),
+        (EMBEDDINGS, an_embedding(dimensions=0), "dimensions"),
+    ],
+)
+def test_a_wrong_field_is_named(path: str, body: dict[str, Any], param: str) -> None:
+    error = refusal(path, body)
+    assert (error.reason, error.param) == ("INVALID_ARGUMENT", param)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"text"',
+        b'{"model":"m"} trailing',
+        b"\xff\xfe",
+        b'{"model":"m","messages":[{"role":"user"}],"unknown":"\xff"}',
+        b'{"model":"m","messages":[{"role":"user"}],"temperature":NaN}',
+        b'{"model":"m","messages":[{"role":"user"}],"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        json.dumps(a_chat()).encode("utf-16"),
+    ],
+)
+def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+    assert refusal(CHAT, body).reason == "INVALID_ARGUMENT"
+
+
+@pytest.mark.parametrize("path", ["", "/v1/chat", "/v1/models", "/v1/chat/completions/"])
+def test_another_path_is_no_route(path: str) -> None:
+    assert refusal(path, a_chat()).reason == "ROUTE_NOT_FOUND"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "model"),
+    [
+        (CHAT, a_chat(), "chat"),
+        (CHAT, a_chat(stream=None, n=None, stop=None, max_tokens=None), "chat"),
+        (CHAT, a_chat(stream=True, stream_options={"include_usage": True}), "chat"),
+        (CHAT, a_chat(vllm_xargs={"a": [1]}, guided_json={}, chat_template_kwargs={}), "chat"),
+        (CHAT, a_chat(messages=[{"role": "observation", "content": "x"}]), "chat"),
+        (CHAT, a_chat(messages=[{"role": "assistant", "tool_calls": [{"id": "1"}]}]), "chat"),
+        (
+            CHAT,
+            a_chat(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}, "y"]}]),
+            "chat",
+        ),
+        (CHAT, a_chat(temperature=0, top_p=1, n=16, stop=["x"] * 16, top_logprobs=20), "chat"),
+        (COMPLETIONS, a_completion(), "chat"),
+        (COMPLETIONS, a_completion(prompt=["a", "b"]), "chat"),
+        (COMPLETIONS, a_completion(prompt=[1, 2, 3]), "chat"),
+        (COMPLETIONS, a_completion(prompt=[[1], [2, 3]]), "chat"),
+        (EMBEDDINGS, an_embedding(input=["a"], encoding_format="base64"), "embed"),
+    ],
+)
+def test_a_right_body_passes(path: str, body: dict[str, Any], model: str) -> None:
+    assert check_openai(path, json.dumps(body).encode()).model == model
+
+
+def test_prompts_are_estimated_at_four_characters_a_token() -> None:
+    body = a_chat(messages=[{"role": "user", "content": "x" * 400}])
+    assert check_openai(CHAT, json.dumps(body).encode()).prompt_tokens == 101
+    tokens = json.dumps(a_completion(prompt=[[1, 2], [3]])).encode()
+    assert check_openai(COMPLETIONS, tokens).prompt_tokens == 3
+
+
+@given(st.binary(max_size=200), st.sampled_from([CHAT, COMPLETIONS, EMBEDDINGS]))
+def test_no_bytes_break_the_check(body: bytes, path: str) -> None:
+    try:
+        check_openai(path, body)
+    except RefusedError as refused:
+        assert refused.reason == "INVALID_ARGUMENT"
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+
+
+@given(st.sampled_from(["messages", "stream", "n", "stop", "max_tokens", "seed"]), json_values)
+def test_whatever_a_field_holds_it_passes_or_is_named(field: str, value: Any) -> None:
+    try:
+        check_openai(CHAT, json.dumps(a_chat(**{field: value})).encode())
+    except RefusedError as refused:
+        assert refused.param is not None
+        assert refused.param.startswith(field)
+
+
+def a_generate(**sampling: Any) -> inference.GenerateRequest:
+    options = inference.SamplingOptions(**sampling) if sampling else None
+    return inference.GenerateRequest(model="chat", text=SECRET, sampling=options)
+
+
+@pytest.mark.parametrize(
+    ("request_", "param"),
+    [
+        (inference.GenerateRequest(text="x"), "model"),
+        (inference.GenerateRequest(model="m" * 201, text="x"), "model"),
+        (inference.GenerateRequest(model="chat"), "prompt"),
+        (inference.GenerateRequest(model="chat", token_ids=inference.TokenIds()), "token_ids.ids"),
+        (inference.GenerateRequest(model="chat", messages=inference.ChatMessages()), "messages"),
+        (
+            inference.GenerateRequest(
+                model="chat",
+                messages=inference.ChatMessages(
+                    messages=[
+                        inference.ChatMessage(role="user"),
+                        inference.ChatMessage(role="wizard"),
+                    ]
+                ),
+            ),
+            "messages[1].role",
+        ),
+        (a_generate(max_tokens=0), "sampling.max_tokens"),
+        (a_generate(temperature=-0.1), "sampling.temperature"),
+        (a_generate(temperature=float("nan")), "sampling.temperature"),
+        (a_generate(top_p=0.0), "sampling.top_p"),
+        (a_generate(presence_penalty=2.1), "sampling.presence_penalty"),
+        (a_generate(frequency_penalty=-2.1), "sampling.frequency_penalty"),
+        (a_generate(repetition_penalty=0.0), "sampling.repetition_penalty"),
+        (a_generate(repetition_penalty=float("inf")), "sampling.repetition_penalty"),
+        (a_generate(logprobs=21), "sampling.logprobs"),
+        (a_generate(stop=["x"] * 17), "sampling.stop"),
+        (a_generate(stop=["x", ""]), "sampling.stop[1]"),
+    ],
+)
+def test_a_wrong_field_of_generate_is_named(
+    request_: inference.GenerateRequest, param: str
+) -> None:
+    with pytest.raises(RefusedError) as refused:
+        check_generate(request_)
+    assert (refused.value.reason, refused.value.param) == ("INVALID_ARGUMENT", param)
+    assert SECRET not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        a_generate(),
+        a_generate(max_tokens=1, temperature=0, top_p=1, logprobs=0, stop=["x"] * 16),
+        inference.GenerateRequest(model="chat", text=""),
+        inference.GenerateRequest(model="chat", token_ids=inference.TokenIds(ids=[1])),
+    ],
+)
+def test_a_right_generate_passes(request_: inference.GenerateRequest) -> None:
+    assert check_generate(request_).model == "chat"
+
+
+@pytest.mark.parametrize(
+    ("request_", "param"),
+    [
+        (inference.EmbedRequest(inputs=[inference.EmbedInput(text="x")]), "model"),
+        (inference.EmbedRequest(model="embed"), "inputs"),
+        (inference.EmbedRequest(model="embed", inputs=[inference.EmbedInput()]), "inputs[0]"),
+        (
+            inference.EmbedRequest(model="embed", inputs=[inference.EmbedInput(text="x")] * 2049),
+            "inputs",
+        ),
+    ],
+)
+def test_a_wrong_field_of_embed_is_named(request_: inference.EmbedRequest, param: str) -> None:
+    with pytest.raises(RefusedError) as refused:
+        check_embed(request_)
+    assert (refused.value.reason, refused.value.param) == ("INVALID_ARGUMENT", param)
+
+
+def test_a_right_embed_passes() -> None:
+    inputs = [
+        inference.EmbedInput(text="x"),
+        inference.EmbedInput(token_ids=inference.TokenIds(ids=[1, 2])),
+    ]
+    assert check_embed(inference.EmbedRequest(model="embed", inputs=inputs)).prompt_tokens == 3
