@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import aclosing
 from types import MappingProxyType
 from typing import Generic, Self, TypeVar
@@ -195,7 +195,6 @@ class View(Generic[T]):
         self._clock = clock
         self._entries: Mapping[str, T] = MappingProxyType({})
         self._snapshot: Snapshot | None = None
-        self._undecodable: dict[str, bytes] = {}
         self._heard_at = -math.inf
         self._published = asyncio.Event()
         self._listed = asyncio.Event()
@@ -237,25 +236,24 @@ class View(Generic[T]):
 
     def _publish(self, snapshot: Snapshot) -> None:
         known: Mapping[str, Entry] = {} if self._snapshot is None else self._snapshot.entries
-        entries: dict[str, T] = {}
-        undecodable: dict[str, bytes] = {}
-        for key, entry in snapshot.entries.items():
-            old = known.get(key)
-            if old is not None and old.value == entry.value and key in self._entries:
-                entries[key] = self._entries[key]
+        changed: Iterable[str] = known.keys() | snapshot.entries.keys()
+        if self._snapshot is not None and snapshot.changed is not None:
+            changed = snapshot.changed
+        entries = dict(self._entries)
+        for key in changed:
+            old, new = known.get(key), snapshot.entries.get(key)
+            if old is not None and new is not None and old.value == new.value:
                 continue
-            if self._undecodable.get(key) == entry.value:
-                undecodable[key] = entry.value
+            entries.pop(key, None)
+            if new is None:
                 continue
             # Whatever others have put there, it must not end discovery.
             try:
-                entries[key] = self._decode(key, entry.value)
+                entries[key] = self._decode(key, new.value)
             except Exception:
-                undecodable[key] = entry.value
                 _log.warning("%s cannot be decoded and is left out", key, exc_info=True)
-        repeated = self._snapshot == snapshot
+        repeated = snapshot == self._snapshot
         self._entries = MappingProxyType(entries)
-        self._undecodable = undecodable
         self._snapshot = snapshot
         self._listed.set()
         if not repeated:

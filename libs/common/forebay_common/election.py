@@ -84,6 +84,8 @@ class Election:
                     await asyncio.wait({leading, lost})
                 if not leading.cancelled():
                     leading.result()
+            # Work that returns at once must not become a storm of elections.
+            await asyncio.sleep(self._store.backoff().next_s())
 
     async def leader(self) -> str | None:
         """The present leader's id, None if there is none."""

@@ -49,23 +49,22 @@ class Lease:
         self._ttl_s = math.ceil(ttl_s)
         self._clock = clock
         self._interval_s = self._ttl_s / 3
+        self._renew_at = -math.inf
         self._lease_id = 0
         self._session: Session | None = None
-        self._held = asyncio.Event()
-        self._renew_at = 0.0
         self._in_doubt = False
         self._attached: dict[str, bytes] = {}
-        # Keys whose state in etcd may differ from what is wanted: attached, or else deleted.
+        # Keys that may not be in etcd as wanted: with the attached value, or else deleted.
         self._dirty: dict[str, None] = {}
-        self._writing = asyncio.Lock()
+        self._refused: dict[str, ForebayError] = {}
         self._wake = asyncio.Event()
-        self._tried = asyncio.Event()
+        self._moved = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
 
     @classmethod
     def open(cls, store: Store, ttl_s: float) -> Self:
-        """A lease of at least `ttl_s` seconds (rounded up; etcd raises 1 to 2)."""
+        """A lease of at least `ttl_s` seconds (rounded up; etcd may raise it to its own least)."""
         return cls(store, ttl_s)
 
     async def __aenter__(self) -> Self:
@@ -73,7 +72,8 @@ class Lease:
         assert self._task is None, "a lease is opened once"
         self._task = asyncio.create_task(self._run(), name="lease")
         try:
-            await self._tried.wait()
+            while self._lease_id == 0 and not self._in_doubt:
+                await self._moved.wait()
         except BaseException:
             await self.orphan()
             raise
@@ -96,10 +96,11 @@ class Lease:
         return session if session is not None and session.is_valid(self._clock()) else None
 
     async def held(self) -> Session:
-        """Wait for a valid session."""
+        """Wait for a valid session. STORE_UNAVAILABLE once the lease is closed."""
         while (session := self.session) is None:
-            self._held.clear()
-            await self._held.wait()
+            if self._closed:
+                raise unavailable()
+            await self._moved.wait()
         return session
 
     async def lost(self) -> None:
@@ -115,13 +116,13 @@ class Lease:
         back. INVALID_ARGUMENT if etcd refuses the value. Does nothing once the lease is closed.
         """
         self._attached[key] = value
-        await self._change(key)
+        await self._settle(key)
 
     async def detach(self, key: str) -> None:
         """Delete an attached key, now or when etcd is back. One that is no longer under this lease
         is left alone."""
         self._attached.pop(key, None)
-        await self._change(key)
+        await self._settle(key)
 
     async def close(self) -> None:
         """Stop and revoke the lease: its keys vanish at once (after the TTL if etcd is away)."""
@@ -139,21 +140,15 @@ class Lease:
         await self._stop()
         self._lease_id = 0
 
-    async def _change(self, key: str) -> None:
+    async def _settle(self, key: str) -> None:
         if self._closed:
             return
         self._dirty[key] = None
-        if self._in_doubt or self._lease_id == 0:
-            return
-        try:
-            await self._write([key])
-        except LeaseNotFoundError:
-            self._wake.set()
-        except ForebayError as error:
-            if error.reason is not Reason.STORE_UNAVAILABLE:
-                raise
-            self._in_doubt = True
-            self._wake.set()
+        self._wake.set()
+        while key in self._dirty and not self._in_doubt and not self._closed:
+            await self._moved.wait()
+        if (refusal := self._refused.pop(key, None)) is not None:
+            raise refusal
 
     async def _run(self) -> None:
         backoff = self._store.backoff()
@@ -161,25 +156,22 @@ class Lease:
             self._wake.clear()
             try:
                 await self._renew()
-                await self._write(list(self._dirty))
+                await self._write_dirty()
             except LeaseNotFoundError:
+                self._drop()
                 wait_s = backoff.next_s()
             except ForebayError as error:
-                if not self._in_doubt:
-                    _log.warning("the lease cannot be kept alive: %s", error)
-                self._in_doubt = True
+                self._doubt(error)
                 wait_s = backoff.next_s()
             # A bug here must not let the keys of a healthy process expire.
-            except Exception:
+            except Exception as error:
                 _log.exception("the lease's loop failed and goes on")
+                self._doubt(error)
                 wait_s = backoff.next_s()
             else:
-                if self._in_doubt:
-                    _log.info("the lease is kept alive again")
-                self._in_doubt = False
                 backoff.reset()
                 wait_s = self._renew_at - self._clock()
-            self._tried.set()
+            self._signal()
             try:
                 async with asyncio.timeout(min(wait_s, self._interval_s)):
                     await self._wake.wait()
@@ -187,91 +179,94 @@ class Lease:
                 continue
 
     async def _renew(self) -> None:
-        if self._lease_id != 0 and (self._in_doubt or self._clock() >= self._renew_at):
-            sent_at = self._clock()
+        sent_at = self._clock()
+        if self._lease_id != 0:
+            if not self._in_doubt and sent_at < self._renew_at:
+                return
             ttl_s = await self._store.keep_lease_alive(self._lease_id, timeout_s=self._interval_s)
             if ttl_s > 0:
                 self._extend(sent_at, ttl_s)
-            else:
-                self._drop()
-        if self._lease_id == 0:
+                return
+            self._drop()
             sent_at = self._clock()
-            self._lease_id, ttl_s = await self._store.grant_lease(self._ttl_s)
-            self._extend(sent_at, ttl_s)
+        self._lease_id, ttl_s = await self._store.grant_lease(self._ttl_s)
+        self._extend(sent_at, ttl_s)
 
     def _extend(self, sent_at: float, ttl_s: float) -> None:
         self._interval_s = ttl_s / 3
         self._renew_at = sent_at + self._interval_s
-        if self._session is not None and self._session.is_valid(self._clock()):
-            self._session.expires_at = sent_at + ttl_s
-            if self._in_doubt:
-                self._suspect_all()
+        if self._in_doubt:
+            _log.info("the lease is kept alive again")
+            # etcd may have come back with older contents: put everything again.
+            self._dirty.update(dict.fromkeys(self._attached))
+            self._in_doubt = False
+        session = self._session
+        if session is not None and session.is_valid(self._clock()):
+            session.expires_at = sent_at + ttl_s
             return
-        if self._session is not None:
-            self._session.lost.set()
+        self._lose()
         self._session = Session(self._lease_id, sent_at + ttl_s)
-        self._suspect_all()
         self._watch_expiry(self._session)
-        self._held.set()
+
+    def _doubt(self, error: Exception) -> None:
+        if not self._in_doubt:
+            _log.warning("the lease cannot be kept alive: %s", error)
+        self._in_doubt = True
 
     def _drop(self) -> None:
         """etcd no longer has the lease, nor any key under it."""
         _log.warning("the lease was lost and is replaced")
         self._lease_id = 0
+        self._dirty = dict.fromkeys(self._attached)
+        self._lose()
+
+    def _lose(self) -> None:
         if self._session is not None:
             self._session.lost.set()
             self._session = None
-        self._dirty.clear()
-
-    def _suspect_all(self) -> None:
-        """After an outage etcd may have come back with other contents: put everything again."""
-        self._dirty.update(dict.fromkeys(self._attached))
 
     def _watch_expiry(self, session: Session) -> None:
+        """Set `lost` when the time is up, also while a keep-alive is still waited for."""
         if session.lost.is_set():
             return
         left_s = session.expires_at - self._clock()
         if left_s > 0:
-            loop = asyncio.get_running_loop()
-            loop.call_later(left_s, self._watch_expiry, session)
+            asyncio.get_running_loop().call_later(left_s, self._watch_expiry, session)
             return
         _log.warning("the lease was not renewed in time and counts as lost")
         session.lost.set()
 
-    async def _write(self, keys: list[str]) -> None:
-        # One at a time, or an older value could overtake a newer one.
-        async with self._writing:
-            for key in keys:
-                if key not in self._dirty:
-                    continue
-                lease_id = self._lease_id
-                if lease_id == 0:
-                    return
-                value = self._attached.get(key)
-                try:
-                    await self._write_one(key, value, lease_id)
-                except LeaseNotFoundError:
-                    if self._lease_id == lease_id:
-                        self._drop()
+    async def _write_dirty(self) -> None:
+        for key in list(self._dirty):
+            if self._clock() >= self._renew_at:
+                return
+            value = self._attached.get(key)
+            try:
+                await self._write(key, value)
+            except ForebayError as error:
+                if error.reason is Reason.STORE_UNAVAILABLE:
                     raise
-                except ForebayError as error:
-                    if error.reason is not Reason.STORE_UNAVAILABLE:
-                        self._refuse(key, value)
-                    raise
-                if self._lease_id == lease_id and self._attached.get(key) is value:
+                # etcd will never take it, so it is given up, not tried forever.
+                _log.error("etcd refuses the value of %s: %s", key, error)
+                self._refused[key] = error
+                if self._attached.get(key) is value:
+                    self._attached.pop(key, None)
                     self._dirty.pop(key, None)
+            else:
+                if self._attached.get(key) is value:
+                    self._dirty.pop(key, None)
+            self._signal()
 
-    async def _write_one(self, key: str, value: bytes | None, lease_id: int) -> None:
+    async def _write(self, key: str, value: bytes | None) -> None:
         if value is not None:
-            await self._store.put(key, value, lease_id=lease_id)
+            await self._store.put(key, value, lease_id=self._lease_id)
         else:
-            await self._store.commit(if_=[Condition.lease(key, lease_id)], then=[Op.delete(key)])
+            ours = Condition.lease(key, self._lease_id)
+            await self._store.commit(if_=[ours], then=[Op.delete(key)])
 
-    def _refuse(self, key: str, value: bytes | None) -> None:
-        """Give up what etcd will never accept, instead of trying it forever."""
-        if self._attached.get(key) is value:
-            self._attached.pop(key, None)
-            self._dirty.pop(key, None)
+    def _signal(self) -> None:
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
 
     async def _stop(self) -> None:
         self._closed = True
@@ -279,6 +274,5 @@ class Lease:
         if task is not None:
             task.cancel()
             await asyncio.wait({task})
-        if self._session is not None:
-            self._session.lost.set()
-            self._session = None
+        self._lose()
+        self._signal()

@@ -177,8 +177,7 @@ class Members:
 
     async def _first_to_answer(self, deadline: float) -> Member:
         probes = {
-            asyncio.create_task(_probe(member, max(0.001, deadline - time.monotonic()))): member
-            for member in self._members
+            asyncio.create_task(self._answers(member, deadline)): member for member in self._members
         }
         waiting = set(probes)
         try:
@@ -194,13 +193,15 @@ class Members:
                 await asyncio.wait(waiting)
         raise unavailable()
 
-
-async def _probe(member: Member, timeout_s: float) -> bool:
-    try:
-        await member.kv.Range(rpc.RangeRequest(key=b"\0"), timeout=timeout_s, wait_for_ready=True)
-    except (grpc.aio.AioRpcError, grpc.aio.BaseError):
-        return False
-    return True
+    async def _answers(self, member: Member, deadline: float) -> bool:
+        left_s = max(0.001, deadline - time.monotonic())
+        request = rpc.RangeRequest(key=b"\0")
+        with self.hold(member.kv.Range(request, timeout=left_s, wait_for_ready=True)) as call:
+            try:
+                await call
+            except (grpc.aio.AioRpcError, grpc.aio.BaseError):
+                return False
+        return True
 
 
 def unavailable() -> ForebayError:
@@ -215,7 +216,8 @@ def to_error(error: Exception) -> ForebayError:
     details = error.details() or ""
     if error.code() is grpc.StatusCode.NOT_FOUND and "lease not found" in details:
         return LeaseNotFoundError()
-    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+    # The second comes from gRPC on etcd's side, before etcd can say the first.
+    if error.code() is grpc.StatusCode.INVALID_ARGUMENT or "larger than max" in details:
         return ForebayError(Reason.INVALID_ARGUMENT, f"The store refused the request: {details}.")
     return unavailable()
 

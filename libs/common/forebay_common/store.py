@@ -61,6 +61,8 @@ class Snapshot:
 
     revision: int
     entries: Mapping[str, Entry]
+    changed: frozenset[str] | None = dataclasses.field(default=None, compare=False)
+    """In a watch, the keys that differ from the snapshot before; None: any may."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -427,13 +429,16 @@ def _why_cancelled(response: Any) -> str:
 
 def _apply(snapshot: Snapshot, events: Sequence[Any]) -> Snapshot:
     entries = dict(snapshot.entries)
+    changed = set()
     for event in events:
+        entry = _entry(event.kv)
+        changed.add(entry.key)
         if event.type == rpc.Event.DELETE:
-            entries.pop(_decode(event.kv.key), None)
+            entries.pop(entry.key, None)
         else:
-            entry = _entry(event.kv)
             entries[entry.key] = entry
-    return Snapshot(events[-1].kv.mod_revision, MappingProxyType(entries))
+    revision = events[-1].kv.mod_revision
+    return Snapshot(revision, MappingProxyType(entries), frozenset(changed))
 
 
 def _compare(condition: Condition) -> Any:
