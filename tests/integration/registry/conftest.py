@@ -68,7 +68,7 @@ async def start() -> AsyncIterator[Callable[..., Awaitable[Running]]]:
             stack.push_async_callback(stop)
             running = Running(
                 address,
-                registry_grpc.RegistryServiceStub(channel),  # type: ignore[arg-type]
+                registry_grpc.RegistryServiceStub(channel),
                 health_pb2_grpc.HealthStub(channel),
                 stop,
             )

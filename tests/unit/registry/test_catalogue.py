@@ -3,6 +3,7 @@
 import pytest
 from forebay.engine.v1 import engine_service_pb2 as engine
 from forebay.registry.v1 import registry_service_pb2 as registry
+from forebay_common.config import ConfigError
 from forebay_registry import bootstrap
 from forebay_registry.core import catalogue, names
 from forebay_registry.core.refusal import RefusedError
@@ -314,7 +315,7 @@ def test_every_pair_of_names_makes_a_target(model: str, version: str) -> None:
 
 @pytest.mark.parametrize("text", ["{", "{}", "[1]", '[{"nope": 1}]', '[{"model": 3}]'])
 def test_a_wrong_bootstrap_names_its_variable(text: str) -> None:
-    with pytest.raises(bootstrap.ConfigError, match="FOREBAY_REGISTRY_BOOTSTRAP"):
+    with pytest.raises(ConfigError, match="FOREBAY_REGISTRY_BOOTSTRAP"):
         bootstrap.parse(text)
 
 

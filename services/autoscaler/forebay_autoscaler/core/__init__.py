@@ -1,0 +1,1 @@
+"""How many replicas a pool should have, and what to order for it; pure."""
