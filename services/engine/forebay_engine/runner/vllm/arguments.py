@@ -1,0 +1,49 @@
+"""The arguments that a model specification means for vLLM."""
+
+from forebay.engine.v1 import engine_service_pb2 as pb
+
+_DTYPES = {pb.PRECISION_FP16: "float16", pb.PRECISION_BF16: "bfloat16"}
+
+# vLLM reads these when it is imported.
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    # Some of vLLM's samplers compile themselves on first use, which would hold that request and all
+    # others for 20 s. The models themselves are compiled by vLLM's own means where they are.
+    "TORCHDYNAMO_DISABLE": "1",
+    # OpenAI's own limit; vLLM's default of 16384 would let one request fill the engine.
+    "VLLM_MAX_N_SEQUENCES": "128",
+}
+
+
+def vllm_arguments(spec: pb.ModelSpec, *, on_cpu: bool, kv_cache_bytes: int) -> list[str]:
+    """Return the command line of vLLM's OpenAI server for a specification."""
+    arguments = [
+        *("--model", spec.artifact_path),
+        *("--served-model-name", spec.model_version),
+        *("--load-format", "safetensors"),
+        *("--tensor-parallel-size", str(max(1, spec.tensor_parallel))),
+        *("--dtype", _DTYPES.get(spec.precision, "auto")),
+        "--enable-prefix-caching",
+        "--enable-prompt-tokens-details",
+        "--disable-fastapi-docs",
+    ]
+    if spec.context_tokens:
+        arguments += ["--max-model-len", str(spec.context_tokens)]
+    if spec.max_sequences:
+        arguments += ["--max-num-seqs", str(spec.max_sequences)]
+    cache_bytes = spec.kv_cache_bytes or (kv_cache_bytes if on_cpu else 0)
+    if cache_bytes:
+        arguments += ["--kv-cache-memory-bytes", str(cache_bytes)]
+    if on_cpu:
+        arguments.append("--enforce-eager")
+    if spec.task == pb.TASK_EMBED:
+        arguments += ["--runner", "pooling"]
+    else:
+        # The Hermes form is what most open chat models are trained on, and the parser leaves
+        # answers without tool calls as they are.
+        arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    return arguments

@@ -1,0 +1,126 @@
+"""The vLLM back end: one AsyncLLM, called directly and through vLLM's own OpenAI app in-process.
+
+vLLM is imported when a model is loaded, not with this module: that takes seconds, and is a phase.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import logging
+import os
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from forebay.engine.v1 import engine_service_pb2 as engine_pb
+from forebay.inference.v1 import inference_service_pb2 as pb
+from forebay_common.errors import ForebayError, Reason
+
+from forebay_engine.config import Config
+from forebay_engine.core import link
+from forebay_engine.runner.backend import Call, Delta, Loaded, Phase, SendFrame
+from forebay_engine.runner.vllm.arguments import ENVIRONMENT, vllm_arguments
+from forebay_engine.runner.vllm.openai_app import OpenAIApp
+from forebay_engine.runner.vllm.phases import hear_phases
+
+_log = logging.getLogger(__name__)
+_HEALTH_INTERVAL_S = 1.0
+_SHUTDOWN_S = 5.0
+
+
+class VllmBackend:
+    """One vLLM engine."""
+
+    def __init__(self, spec: engine_pb.ModelSpec, config: Config) -> None:
+        self._spec = spec
+        self._config = config
+        self._engine: Any = None
+        self._stats: Any = None
+        self._app: OpenAIApp | None = None
+        self._direct: Any = None
+        self._embeds = spec.task == engine_pb.TASK_EMBED
+
+    async def load(self, report: Callable[[Phase], None]) -> Loaded:
+        """Import vLLM, start its processes, read the weights, and build its OpenAI app."""
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        # On threads, so that the loop goes on answering health checks and hears of phases.
+        engine_module = await asyncio.to_thread(
+            importlib.import_module, "forebay_engine.runner.vllm.engine"
+        )
+        direct_module = importlib.import_module("forebay_engine.runner.vllm.direct")
+        on_cpu = engine_module.is_on_cpu()
+        arguments = vllm_arguments(
+            self._spec, on_cpu=on_cpu, kv_cache_bytes=self._config.kv_cache_bytes
+        )
+        report(Phase.ENGINE_INIT)
+        with hear_phases(report):
+            built = await asyncio.to_thread(engine_module.build_engine, arguments)
+        self._engine, self._stats = built.engine, built.stats
+        self._app = OpenAIApp(
+            await engine_module.build_openai_app(built), model=self._spec.model_version
+        )
+        self._direct = direct_module.DirectCalls(built.engine)
+        loaded: Loaded = built.loaded(can_sleep=not on_cpu)
+        return loaded
+
+    def generate(self, request: pb.GenerateRequest, call: Call) -> AsyncGenerator[Delta, None]:
+        """Answer a prompt."""
+        self._require(embeds=False)
+        deltas: AsyncGenerator[Delta, None] = self._direct.generate(request, call)
+        return deltas
+
+    async def embed(self, request: pb.EmbedRequest, call: Call) -> list[Sequence[float]]:
+        """Return one vector per input."""
+        self._require(embeds=True)
+        vectors: list[Sequence[float]] = await self._direct.embed(request, call)
+        return vectors
+
+    async def call_openai(self, path: str, body: bytes, call: Call, send: SendFrame) -> None:
+        """Answer through vLLM's own app."""
+        assert self._app is not None
+        await self._app.call(path, body, call, send)
+
+    def load_now(self) -> link.Load:
+        """Return what the engine's last step told."""
+        load: link.Load = self._stats.load
+        return load
+
+    async def sleep(self) -> None:
+        """Move the weights to host memory and forget the KV cache."""
+        await self._engine.sleep(level=1)
+
+    async def wake(self) -> None:
+        """Bring the weights back."""
+        await self._engine.wake_up()
+
+    async def failed(self) -> str:
+        """Wait until one of the engine's processes is gone.
+
+        Its core is heard at once. A worker's death makes the core end; the slow check is for what
+        neither of them tells.
+        """
+        loop = asyncio.get_running_loop()
+        gone = asyncio.Event()
+        manager = self._engine.engine_core.resources.engine_manager
+        sentinels = [process.sentinel for process in manager.processes]
+        for sentinel in sentinels:
+            loop.add_reader(sentinel, gone.set)
+        try:
+            while not gone.is_set() and not self._engine.errored:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_HEALTH_INTERVAL_S):
+                        await gone.wait()
+        finally:
+            for sentinel in sentinels:
+                loop.remove_reader(sentinel)
+        return "vLLM's engine died."
+
+    async def close(self) -> None:
+        """End the engine's processes; the host kills what does not end in time."""
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.shutdown, _SHUTDOWN_S)
+
+    def _require(self, *, embeds: bool) -> None:
+        if self._embeds is not embeds:
+            offered = "embeddings" if self._embeds else "text"
+            raise ForebayError(Reason.UNSUPPORTED, f"This model only answers with {offered}.")
