@@ -1,0 +1,1 @@
+"""A whole fleet on this machine: one supervisor runs, watches and stops its services."""

@@ -1,0 +1,66 @@
+"""What the supervisor of a local fleet is told by the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from forebay_common.config import option
+
+PREFIX = "FOREBAY_FLEET"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Config:
+    """Bounds of one local fleet."""
+
+    start_timeout_s: float = option(
+        600.0,
+        "How long a fleet may take until its models answer, in seconds; raise it for large models.",
+        minimum=1,
+        maximum=7200,
+    )
+    drain_timeout_s: float = option(
+        10.0,
+        "How long requests in flight may go on after `forebay down`, in seconds.",
+        minimum=0,
+        maximum=3600,
+    )
+    stop_timeout_s: float = option(
+        15.0,
+        "How long a service may take to exit beyond its drain before it is killed, in seconds.",
+        minimum=0.1,
+        maximum=300,
+    )
+    restart_first_s: float = option(
+        0.2,
+        "Pause before a service that died is started again, in seconds; doubled with each death "
+        "in a row.",
+        minimum=0.01,
+        maximum=60,
+    )
+    restart_most_s: float = option(
+        30.0, "Longest such pause, in seconds.", minimum=0.01, maximum=3600
+    )
+    restart_stable_s: float = option(
+        60.0,
+        "A service that lived this long, in seconds, starts anew at the first pause.",
+        minimum=0,
+    )
+    start_attempts: int = option(
+        3,
+        "How often a service may die before it was ever ready, until the fleet gives up.",
+        minimum=1,
+        maximum=100,
+    )
+    log_bytes_max: int = option(
+        8 << 20,
+        "Size at which a log file is moved aside, in bytes; one older file is kept.",
+        minimum=1 << 16,
+    )
+    spans_max: int = option(200_000, "Most spans the span store keeps.", minimum=100)
+    span_bytes_max: int = option(
+        128 << 20,
+        "Most bytes of spans it keeps; its file takes half as much again.",
+        minimum=1 << 20,
+    )
+    span_age_s_max: float = option(86400.0, "How long it keeps a trace, in seconds.", minimum=60)

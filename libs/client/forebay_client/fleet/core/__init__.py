@@ -1,0 +1,1 @@
+"""What a local fleet consists of and how it is told about, decided without touching the world."""

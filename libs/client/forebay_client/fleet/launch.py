@@ -1,0 +1,171 @@
+"""Starts, follows and stops a local fleet from the outside, through its directory."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from forebay_client.fleet import ports
+from forebay_client.fleet.core import plan
+from forebay_client.fleet.core.log_tail import reason_in
+from forebay_client.fleet.core.state import Fleet, Phase
+from forebay_client.fleet.directory import Directory, last_lines
+from forebay_client.fleet.processes import (
+    attached_command,
+    end,
+    is_alive,
+    of_fleet,
+    signal_process,
+)
+
+_LOOK_INTERVAL_S = 0.1
+_FIRST_STATE_S = 30.0
+"""How long a supervisor may take to say anything."""
+_MANIFEST = "forebay-manifest.json"
+
+
+class FleetError(Exception):
+    """A local fleet cannot do what was asked; the message is one line for people."""
+
+
+def running(directory: Directory) -> Fleet | None:
+    """The fleet that runs in this directory; None when none does."""
+    fleet = directory.read()
+    return fleet if fleet is not None and is_alive(fleet.supervisor) else None
+
+
+def clear_leftovers(directory: Directory) -> int:
+    """End what a supervisor that was killed has left behind; returns how many processes.
+
+    Raises:
+        FleetError: a process cannot be ended.
+    """
+    fleet = directory.read()
+    recorded = [s.process for s in fleet.services if s.process] if fleet else []
+    left = {one.pid: one for one in (*recorded, *of_fleet(directory.path)) if is_alive(one)}
+    remaining = end(left.values(), grace_s=5.0)
+    if remaining:
+        raise FleetError(
+            f"left over from an earlier run, and cannot be ended: process {remaining[0].pid}"
+        )
+    directory.forget()
+    return len(left)
+
+
+def check_ports(options: plan.Options) -> None:
+    """Raises FleetError when a port that was asked for is taken."""
+    for port, option in ((options.http_port, "--http-port"), (options.grpc_port, "--grpc-port")):
+        if port and not ports.is_free(port):
+            raise FleetError(
+                f"port {port} is in use: choose another with {option}, or {option} 0 for any"
+            )
+
+
+def prepare(model: str, into: Path, say: Callable[[str], None], *, log: Path) -> None:
+    """Make a known model's directory, unless it is there.
+
+    Args:
+        model: `smollm2` or `minilm`.
+        into: the directory.
+        say: told of every step.
+        log: takes what the libraries print on the way.
+
+    Raises:
+        FleetError: it cannot be made here.
+    """
+    if (into / _MANIFEST).exists():
+        return
+    if importlib.util.find_spec("forebay_engine") is None:
+        raise FleetError(f"{model} is not prepared, and the engine that does it is not installed")
+    command = [sys.executable, "-m", "forebay_engine.prepare", model, "--into", str(into)]
+    with (
+        log.open("w") as noise,
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=noise, text=True
+        ) as process,
+    ):
+        assert process.stdout is not None, "a pipe was asked for"
+        for line in process.stdout:
+            say(line.rstrip())
+    if process.returncode:
+        raise FleetError(f"{model} could not be prepared: {reason_in(last_lines(log))}")
+
+
+def launch(
+    directory: Directory, options: plan.Options, *, foreground: bool
+) -> subprocess.Popen[bytes]:
+    """Start a supervisor.
+
+    Args:
+        directory: where its state is kept.
+        options: what it shall run.
+        foreground: it ends with this process; otherwise it goes on without it.
+    """
+    directory.create()
+    directory.write_options(options)
+    directory.forget()
+    command = [sys.executable, "-m", "forebay_client.fleet.supervisor"]
+    command += ["--state-dir", str(directory.path)]
+    with directory.log("supervisor").open("ab") as log:
+        return subprocess.Popen(
+            attached_command(command) if foreground else command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=not foreground,
+        )
+
+
+def follow_start(directory: Directory, process: subprocess.Popen[bytes] | None) -> Iterator[Fleet]:
+    """The states of a starting fleet, one per look, until it is ready.
+
+    Args:
+        directory: the fleet's.
+        process: its supervisor, where this process has started it.
+
+    Raises:
+        FleetError: it could not be started.
+    """
+    until = time.monotonic() + _FIRST_STATE_S
+    while True:
+        # Looked at before the state is read: what was written last is not missed then.
+        ended = process is not None and process.poll() is not None
+        fleet = directory.read()
+        if fleet is not None:
+            yield fleet
+            if fleet.phase is Phase.READY:
+                return
+            if fleet.phase is not Phase.STARTING and fleet.reason:
+                raise FleetError(f"the fleet could not be started: {fleet.reason}")
+            ended = ended or not is_alive(fleet.supervisor)
+        if ended or (fleet is None and time.monotonic() > until):
+            why = reason_in(last_lines(directory.log("supervisor")))
+            raise FleetError(
+                "the supervisor ended before the fleet was ready" + (f": {why}" if why else "")
+            )
+        time.sleep(_LOOK_INTERVAL_S)
+
+
+def follow_stop(directory: Directory, fleet: Fleet, *, timeout_s: float) -> Iterator[Fleet]:
+    """Stop a fleet and yield its states, one per look, until nothing of it is left.
+
+    Args:
+        directory: the fleet's.
+        fleet: what is known of it.
+        timeout_s: how long its supervisor may take, in seconds, until everything is killed.
+
+    Raises:
+        FleetError: a process cannot be ended.
+    """
+    signal_process(fleet.supervisor, signal.SIGTERM)
+    until = time.monotonic() + timeout_s
+    while is_alive(fleet.supervisor) and time.monotonic() < until:
+        yield directory.read() or fleet
+        time.sleep(_LOOK_INTERVAL_S)
+    end([fleet.supervisor], grace_s=0)
+    clear_leftovers(directory)
