@@ -14,7 +14,6 @@ import random
 import grpc
 from forebay_common.backoff import Backoff
 from forebay_common.channel import ChannelPool
-from forebay_common.errors import from_rpc_error
 
 from forebay_batcher import metrics
 from forebay_batcher.adapters.engine import is_listening, watch_engine
@@ -57,13 +56,13 @@ class EngineLoop:
     async def run(self) -> None:
         """Follow the host until cancelled, calling it again whenever it is lost."""
         while True:
-            ending = "it ended the watch"
+            ending = "OK"
             try:
                 await self._follow()
-            except grpc.RpcError as error:
-                ending = from_rpc_error(error).message
+            except grpc.aio.AioRpcError as error:
+                ending = error.code().name
             if active := len(self._replica.engine.active):
-                _log.warning("engine host lost, and with it %d models: %s", active, ending)
+                _log.warning("engine host lost, and with it %d models (%s)", active, ending)
             metrics.ENGINE_CONNECTED.set(0)
             self._show(self._replica.engine.silent())
             await asyncio.sleep(self._backoff.next_s())
