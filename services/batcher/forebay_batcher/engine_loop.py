@@ -16,7 +16,7 @@ from forebay_common.backoff import Backoff
 from forebay_common.channel import ChannelPool
 
 from forebay_batcher import metrics
-from forebay_batcher.adapters.engine import is_listening, watch_engine
+from forebay_batcher.adapters.engine import is_serving, watch_engine
 from forebay_batcher.core.models import Engine
 from forebay_batcher.core.queue import Capacity
 from forebay_batcher.queue_loop import QueueLoop
@@ -68,12 +68,12 @@ class EngineLoop:
             await asyncio.sleep(self._backoff.next_s())
 
     async def check_runner(self, model_version: str, runner: Capacity) -> None:
-        """After a connection broke: if nobody listens at the runner's socket, offer it no more,
+        """After a connection broke: if nobody answers at the runner's socket, offer it no more,
         without waiting for its host to notice."""
         model = self._replica.engine.models.get(model_version)
         if model is None or not model.is_active or model.generation != runner.generation:
             return
-        if await is_listening(runner.target):
+        if await is_serving(runner.target):
             return
         _log.warning("runner of %s (generation %d) is gone", model_version, runner.generation)
         self._show(self._replica.engine.without_runner(model_version, runner.generation))

@@ -196,10 +196,8 @@ class Host(engine_rpc.EngineServiceServicer):
         try:
             while True:
                 revision += 1
-                yield engine.WatchEngineResponse(
-                    revision=revision, models=list(self._models.values())
-                )
                 shown = list(self._models.values())
+                yield engine.WatchEngineResponse(revision=revision, models=shown)
                 await self.news.until(
                     lambda shown=shown: list(self._models.values()) != shown, seconds=600
                 )

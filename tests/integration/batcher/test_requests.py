@@ -120,9 +120,11 @@ async def test_wrong_requests_are_refused(serving: Running, host: Host, runner: 
 
 
 async def test_a_model_that_is_not_ready_is_not_loaded(start: Start, host: Host) -> None:
+    await host.die()
     running = await start()
     assert await running.reason() is Reason.MODEL_NOT_LOADED
     host.show(state=engine.MODEL_STATE_LOADING)
+    await host.start()
     await running.becomes(lambda replica: state_of(replica) == engine.MODEL_STATE_LOADING)
     assert await running.reason() is Reason.MODEL_NOT_LOADED
 
@@ -216,7 +218,7 @@ async def test_a_deadline_ends_a_running_call_and_the_runners(
     await runner.news.until(lambda: runner.calls[0].ended)
     assert runner.calls[0].cancelled_at is not None
     left = runner.calls[0].deadline_in_s
-    assert left is not None and 0 < left <= 0.3
+    assert left is not None and 0 < left < 0.31
     await serving.becomes(lambda r: loaded(r).in_flight == 0)
 
 

@@ -1,9 +1,8 @@
-"""The engine host's watch, and a look at whether a runner still listens."""
+"""The engine host's watch, and a look at whether a runner still serves."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncGenerator, Mapping
 from types import MappingProxyType
 
@@ -52,17 +51,21 @@ def _model(status: pb.ModelStatus) -> Model:
     )
 
 
-async def is_listening(socket_path: str, *, timeout_s: float = 0.2) -> bool:
-    """Whether a process listens on a Unix socket. A slow answer counts as yes: a busy runner is not
-    a dead one."""
+async def is_serving(socket_path: str, *, timeout_s: float = 0.2) -> bool:
+    """Whether a gRPC server answers on a Unix socket: it speaks first, with its settings.
+
+    To connect is not enough, because a dying process may close its connections before the socket
+    that it listens on. A slow answer counts as yes: a busy runner is not a dead one.
+    """
+    writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(timeout_s):
-            _, writer = await asyncio.open_unix_connection(socket_path)
-    except (ConnectionRefusedError, FileNotFoundError):
-        return False
-    except OSError:
+            reader, writer = await asyncio.open_unix_connection(socket_path)
+            return bool(await reader.read(1))
+    except TimeoutError:
         return True
-    writer.close()
-    with contextlib.suppress(OSError):
-        await writer.wait_closed()
-    return True
+    except OSError as error:
+        return not isinstance(error, (ConnectionError, FileNotFoundError))
+    finally:
+        if writer is not None:
+            writer.close()
