@@ -7,6 +7,7 @@ quorum is passed over. What may have reached a member is sent again only if it i
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ import grpc.aio
 from aetcd import rpc
 
 from forebay_common.errors import ForebayError, Reason
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -47,30 +50,67 @@ class LeaseNotFoundError(ForebayError):
 
 
 class Member:
-    """One etcd member and its stubs."""
+    """A connection to one etcd member, and the calls on it."""
 
     def __init__(self, endpoint: str) -> None:
-        self.channel = grpc.aio.insecure_channel(_target(endpoint), options=_OPTIONS)
-        self.kv: Any = rpc.KVStub(self.channel)
-        self.lease: Any = rpc.LeaseStub(self.channel)
-        self.watch: Any = rpc.WatchStub(self.channel)
+        self.endpoint = endpoint
+        self._channel = grpc.aio.insecure_channel(_target(endpoint), options=_OPTIONS)
+        self.kv: Any = rpc.KVStub(self._channel)
+        self.lease: Any = rpc.LeaseStub(self._channel)
+        self.watch: Any = rpc.WatchStub(self._channel)
+        self._calls: set[Any] = set()
+        self._heard_at = time.monotonic()
+        self._cut = False
 
     def is_connected(self) -> bool:
         """Whether a call would be sent at once. If not, the channel starts to connect."""
-        return self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
+        return self._channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY
+
+    def heard(self) -> None:
+        """Note that an answer came over this connection."""
+        self._heard_at = time.monotonic()
+
+    def is_silent(self, for_s: float) -> bool:
+        """Whether it counts as connected, but nothing came over it for so long."""
+        return time.monotonic() - self._heard_at >= for_s and self.is_connected()
+
+    @contextmanager
+    def hold(self, call: Any) -> Iterator[Any]:
+        """Own a gRPC call: it is cancelled on leaving, if it has not ended, and by `cut`."""
+        self._calls.add(call)
+        try:
+            yield call
+        finally:
+            self._calls.discard(call)
+            call.cancel()
+
+    async def cut(self) -> None:
+        """End every call and the connection."""
+        self._cut = True
+        # Closing the channel does not end all of them.
+        for call in tuple(self._calls):
+            call.cancel()
+        await self._channel.close()
+
+    def was_cut(self) -> bool:
+        """Whether a CancelledError comes from `cut`, not from a cancellation of this task."""
+        task = asyncio.current_task()
+        return self._cut and (task is None or task.cancelling() == 0)
 
 
 class Members:
     """Chooses the member that calls go to."""
 
-    def __init__(self, endpoints: Sequence[str], *, timeout_s: float) -> None:
+    def __init__(self, endpoints: Sequence[str], *, timeout_s: float, silence_s: float) -> None:
+        """A call may take `timeout_s`. A connection over which nothing came for `silence_s` is
+        replaced when a call on it fails: a dead one can look alive for as long as it exists."""
         if not endpoints:
             raise ValueError("at least one etcd endpoint is needed")
-        self._members = tuple(Member(endpoint) for endpoint in dict.fromkeys(endpoints))
+        self._members = [Member(endpoint) for endpoint in dict.fromkeys(endpoints)]
         self._current = self._members[0] if len(self._members) == 1 else None
         self._choosing = asyncio.Lock()
         self._timeout_s = timeout_s
-        self._open: set[Any] = set()
+        self._silence_s = silence_s
         self._closed = False
 
     @property
@@ -79,12 +119,10 @@ class Members:
         return self._closed
 
     async def close(self) -> None:
-        """Ends every call with STORE_UNAVAILABLE and closes the channels."""
+        """Ends every call with STORE_UNAVAILABLE and closes the connections."""
         self._closed = True
-        for call in tuple(self._open):
-            call.cancel()
         for member in self._members:
-            await member.channel.close()
+            await member.cut()
 
     async def unary(
         self, method: Callable[[Member], Any], request: Any, *, repeatable: bool
@@ -93,7 +131,7 @@ class Members:
 
         async def send(member: Member, timeout_s: float) -> Any:
             call = method(member)(request, timeout=timeout_s, wait_for_ready=True)
-            with self.hold(call):
+            with member.hold(call):
                 return await call
 
         return await self.call(send, repeatable=repeatable)
@@ -118,36 +156,23 @@ class Members:
             share_s = max(0.001, (deadline - time.monotonic()) / shares)
             tries_left -= 1
             try:
-                return await send(member, share_s)
+                answer = await send(member, share_s)
+                member.heard()
+                return answer
             except (grpc.aio.AioRpcError, grpc.aio.BaseError) as error:
                 failure = to_error(error)
                 if failure.reason is not Reason.STORE_UNAVAILABLE or isinstance(
                     failure, LeaseNotFoundError
                 ):
+                    member.heard()
                     raise failure from error
-                self.suspect(member)
+                await self.suspect(member)
                 if tries_left == 0 or time.monotonic() >= deadline:
                     raise failure from error
             except asyncio.CancelledError:
-                if self.was_cut_off():
+                if member.was_cut():
                     raise unavailable() from None
                 raise
-
-    @contextmanager
-    def hold(self, call: Any) -> Iterator[Any]:
-        """Own a gRPC call: it is cancelled on leaving, if it has not ended, and by `close`."""
-        self._open.add(call)
-        try:
-            yield call
-        finally:
-            self._open.discard(call)
-            call.cancel()
-
-    def was_cut_off(self) -> bool:
-        """Whether a CancelledError comes from `close` having cancelled a call, and not from a
-        cancellation of the calling task."""
-        task = asyncio.current_task()
-        return self._closed and (task is None or task.cancelling() == 0)
 
     async def choose(self, deadline: float) -> Member:
         """The member in use, or the first of all to answer. `deadline` is in monotonic seconds."""
@@ -164,10 +189,19 @@ class Members:
         except TimeoutError:
             raise unavailable() from None
 
-    def suspect(self, member: Member) -> None:
-        """Stop using a member that failed, until it answers again."""
+    async def suspect(self, member: Member) -> None:
+        """Stop using a member that failed until it answers again, on a new connection if the old
+        one is silent."""
         if len(self._members) > 1 and self._current is member:
             self._current = None
+        if self._closed or member not in self._members or not member.is_silent(self._silence_s):
+            return
+        _log.warning("the connection to %s is silent and is replaced", member.endpoint)
+        fresh = Member(member.endpoint)
+        self._members[self._members.index(member)] = fresh
+        if self._current is member:
+            self._current = fresh
+        await member.cut()
 
     def _usable(self) -> Member | None:
         current = self._current
@@ -196,11 +230,14 @@ class Members:
     async def _answers(self, member: Member, deadline: float) -> bool:
         left_s = max(0.001, deadline - time.monotonic())
         request = rpc.RangeRequest(key=b"\0")
-        with self.hold(member.kv.Range(request, timeout=left_s, wait_for_ready=True)) as call:
-            try:
+        try:
+            call = member.kv.Range(request, timeout=left_s, wait_for_ready=True)
+            with member.hold(call):
                 await call
-            except (grpc.aio.AioRpcError, grpc.aio.BaseError):
-                return False
+        except (grpc.aio.AioRpcError, grpc.aio.BaseError):
+            await self.suspect(member)
+            return False
+        member.heard()
         return True
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from enum import Enum
 from types import MappingProxyType
@@ -22,7 +22,13 @@ from aetcd import rpc
 
 from forebay_common.backoff import Backoff
 from forebay_common.errors import ForebayError
-from forebay_common.members import LeaseNotFoundError, Member, Members, to_error, unavailable
+from forebay_common.members import (
+    LeaseNotFoundError,
+    Member,
+    Members,
+    to_error,
+    unavailable,
+)
 
 __all__ = [
     "Condition",
@@ -161,9 +167,10 @@ class Store:
         rng: random.Random | None = None,
     ) -> None:
         """`timeout_s` bounds each call. A watch asks etcd for a sign of life whenever it heard
-        nothing for `progress_interval_s`, and is opened anew after `silence_s` without any.
+        nothing for `progress_interval_s`, and is opened anew after `silence_s` without any, on
+        another connection.
         `backoff_max_s` caps the wait between two attempts of a watch."""
-        self._members = Members(endpoints, timeout_s=timeout_s)
+        self._members = Members(endpoints, timeout_s=timeout_s, silence_s=silence_s)
         self._timeout_s = timeout_s
         self._progress_interval_s = progress_interval_s
         self._silence_s = silence_s
@@ -278,14 +285,13 @@ class Store:
 
         async def send(member: Member, timeout_s: float) -> Any:
             call = member.lease.LeaseKeepAlive(
-                timeout=timeout_s, metadata=_REQUIRE_LEADER, wait_for_ready=True
+                [rpc.LeaseKeepAliveRequest(ID=lease_id)],
+                timeout=timeout_s,
+                metadata=_REQUIRE_LEADER,
+                wait_for_ready=True,
             )
-            with self._members.hold(call):
-                try:
-                    await call.write(rpc.LeaseKeepAliveRequest(ID=lease_id))
-                    response = await call.read()
-                except asyncio.InvalidStateError:
-                    raise unavailable() from None
+            with member.hold(call):
+                response = await call.read()
             if response is grpc.aio.EOF:
                 raise unavailable()
             return response
@@ -358,40 +364,36 @@ class Store:
             start_revision=start_revision,
             fragment=True,
         )
+        requests = _Requests(rpc.WatchRequest(create_request=create))
+        # Not once etcd is back, which may then be another one: what was listed would be stale.
+        stream = member.watch.Watch(requests, metadata=_REQUIRE_LEADER, wait_for_ready=False)
         last_revision = start_revision - 1
         batch: list[Any] = []
-        stream = member.watch.Watch(metadata=_REQUIRE_LEADER, wait_for_ready=True)
-        with self._members.hold(stream) as call:
+        with requests, member.hold(stream) as call:
             try:
-                async with asyncio.timeout(self._timeout_s):
-                    await call.write(rpc.WatchRequest(create_request=create))
                 while True:
-                    response = await self._hear(call)
+                    response = await self._hear(call, requests)
+                    member.heard()
                     if response.canceled:
                         raise _WatchEndedError(_why_cancelled(response))
+                    if response.header.revision < last_revision:
+                        raise _WatchEndedError("etcd lost data or this member lags behind")
                     batch.extend(response.events)
                     if response.fragment:
                         continue
                     if batch:
-                        if batch[0].kv.mod_revision <= last_revision:
-                            raise _WatchEndedError("revisions went back")
                         last_revision = batch[-1].kv.mod_revision
                     yield batch
                     batch = []
             except asyncio.CancelledError:
-                if self._members.was_cut_off():
-                    raise _WatchEndedError("the store was closed") from None
+                if member.was_cut():
+                    raise _WatchEndedError("its connection was replaced") from None
                 raise
-            except (
-                grpc.aio.AioRpcError,
-                grpc.aio.BaseError,
-                asyncio.InvalidStateError,
-                TimeoutError,
-            ) as error:
-                self._members.suspect(member)
+            except (grpc.aio.AioRpcError, grpc.aio.BaseError, TimeoutError) as error:
+                await self._members.suspect(member)
                 raise _WatchEndedError(to_error(error)) from error
 
-    async def _hear(self, call: Any) -> Any:
+    async def _hear(self, call: Any, requests: _Requests) -> Any:
         """The next response. TimeoutError once etcd kept silent for too long."""
         # Cancelling a read would end the call, so one read outlives several waits.
         reading = asyncio.ensure_future(call.read())
@@ -403,8 +405,7 @@ class Store:
                     break
                 if time.monotonic() - silent_since >= self._silence_s:
                     raise TimeoutError
-                async with asyncio.timeout(self._timeout_s):
-                    await call.write(rpc.WatchRequest(progress_request=rpc.WatchProgressRequest()))
+                requests.ask_for_progress()
         finally:
             if not reading.done():
                 reading.cancel()
@@ -415,6 +416,38 @@ class Store:
         if response is grpc.aio.EOF:
             raise _WatchEndedError("etcd closed the stream")
         return response
+
+
+class _Requests:
+    """What a watch sends: its creation, then a request for progress whenever one is wanted.
+
+    `call.write` is not used, because in grpc.aio it can wait forever on a call that was cancelled.
+    """
+
+    def __init__(self, create: Any) -> None:
+        self._create: Any = create
+        self._wanted = asyncio.Event()
+        self._over = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._over = True
+        self._wanted.set()
+
+    def ask_for_progress(self) -> None:
+        """Send a request for progress, once, even if an earlier one is not yet sent."""
+        self._wanted.set()
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        yield self._create
+        while True:
+            await self._wanted.wait()
+            if self._over:
+                return
+            self._wanted.clear()
+            yield rpc.WatchRequest(progress_request=rpc.WatchProgressRequest())
 
 
 class _WatchEndedError(Exception):
