@@ -1,0 +1,1 @@
+"""The world: etcd, batchers, and the processes of replicas."""
