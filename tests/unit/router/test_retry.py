@@ -4,7 +4,7 @@ import pytest
 from forebay_common.errors import TABLE, Reason
 from forebay_router.core.retry import Failure, Verdict, judge
 
-PUSHBACKS = {Reason.NO_REPLICA, Reason.DRAINING, Reason.MODEL_NOT_LOADED}
+GONE = {Reason.REPLICA_LOST, Reason.NO_REPLICA, Reason.DRAINING, Reason.MODEL_NOT_LOADED}
 
 
 def a_failure(reason: Reason, *, messages: int = 0, attempts: int = 1) -> Failure:
@@ -14,10 +14,10 @@ def a_failure(reason: Reason, *, messages: int = 0, attempts: int = 1) -> Failur
 @pytest.mark.parametrize("reason", Reason)
 def test_only_replica_faults_and_pushbacks_are_tried_again(reason: Reason) -> None:
     verdict = judge(a_failure(reason), max_attempts=3)
-    if reason is Reason.QUEUE_FULL:
-        assert verdict is Verdict.RETRY_AT_ONCE
-    elif reason in PUSHBACKS or TABLE[reason].replica_fault:
+    if reason in GONE:
         assert verdict is Verdict.RETRY_WAITING
+    elif reason is Reason.QUEUE_FULL or TABLE[reason].replica_fault:
+        assert verdict is Verdict.RETRY_AT_ONCE
     else:
         assert verdict is Verdict.NOT_RETRYABLE
 

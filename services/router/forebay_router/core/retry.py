@@ -10,6 +10,7 @@ import dataclasses
 from enum import StrEnum
 
 PUSHBACKS = frozenset({"NO_REPLICA", "QUEUE_FULL", "DRAINING", "MODEL_NOT_LOADED"})
+_GONE = frozenset({"REPLICA_LOST", "NO_REPLICA", "DRAINING", "MODEL_NOT_LOADED"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,5 +50,5 @@ def judge(failure: Failure, *, max_attempts: int) -> Verdict:
         return Verdict.NOT_RETRYABLE
     if failure.attempts >= max_attempts:
         return Verdict.ATTEMPTS_SPENT
-    # A full queue is an honest answer at once; a replica that is gone will be replaced.
-    return Verdict.RETRY_AT_ONCE if failure.reason == "QUEUE_FULL" else Verdict.RETRY_WAITING
+    # What is gone is about to be replaced; what is there and fails or is full is an answer by now.
+    return Verdict.RETRY_WAITING if failure.reason in _GONE else Verdict.RETRY_AT_ONCE
