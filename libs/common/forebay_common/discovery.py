@@ -39,12 +39,13 @@ def from_json(cls: type[M], value: bytes) -> M:
 
     Raises ValueError if it is not such a message.
     """
-    message = cls()
+    message, fields = cls(), json.loads(value)
+    if not isinstance(fields, dict):
+        raise ValueError(f"not a {message.DESCRIPTOR.full_name}: no JSON object")
     try:
-        json_format.Parse(value.decode(), message, ignore_unknown_fields=True)
+        return json_format.ParseDict(fields, message, ignore_unknown_fields=True)
     except json_format.ParseError as error:
         raise ValueError(f"not a {message.DESCRIPTOR.full_name}: {error}") from error
-    return message
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -165,14 +166,15 @@ class Instance:
     def decode(cls, key: str, value: bytes) -> Self:
         """Read a record, ignoring unknown fields. ValueError if it is none."""
         record = json.loads(value)
-        if not isinstance(record, dict) or not isinstance(record.get("addresses"), dict):
-            raise ValueError(f"{key} holds no instance")
-        return cls(
-            service=str(record.get("service", "")),
-            instance_id=str(record.get("instance_id", "")),
-            version=str(record.get("version", "")),
-            addresses=MappingProxyType({str(k): str(v) for k, v in record["addresses"].items()}),
-        )
+        match record:
+            case {
+                "service": str(service),
+                "instance_id": str(instance_id),
+                "version": str(version),
+                "addresses": dict(addresses),
+            } if all(isinstance(address, str) for address in addresses.values()):
+                return cls(service, instance_id, version, MappingProxyType(addresses))
+        raise ValueError(f"{key} holds no instance")
 
 
 class View(Generic[T]):
@@ -236,7 +238,7 @@ class View(Generic[T]):
 
     def _publish(self, snapshot: Snapshot) -> None:
         known: Mapping[str, Entry] = {} if self._snapshot is None else self._snapshot.entries
-        changed: Iterable[str] = known.keys() | snapshot.entries.keys()
+        changed: Iterable[str] = (*snapshot.entries, *(known.keys() - snapshot.entries.keys()))
         if self._snapshot is not None and snapshot.changed is not None:
             changed = snapshot.changed
         entries = dict(self._entries)
