@@ -88,30 +88,27 @@ async def serve(
         relay, catalogue, registry, _limits(config), lambda: why_not_ready(catalogue, fleet)
     )
     try:
-        async with Lease.open(store, common.lease_ttl_s) as lease, asyncio.TaskGroup() as tasks:
-            following = [
-                tasks.create_task(catalogue.run()),
-                tasks.create_task(fleet.run()),
-                tasks.create_task(_report_readiness(server, catalogue, fleet)),
-            ]
+        async with asyncio.TaskGroup() as tasks:
+            readiness = tasks.create_task(_report_readiness(server, catalogue, fleet))
+            following = [tasks.create_task(catalogue.run()), tasks.create_task(fleet.run())]
             addresses = {"grpc": _advertised(await server.listen(config.grpc_listen), config)}
             if config.http_listen:
                 bound = await front.server.listen(config.http_listen)
                 addresses["http"] = addresses["metrics"] = _advertised(bound, config)
             server.set_ready(ROUTER, True)
+            _log.info("serving on %s", ", ".join(f"{k} {v}" for k, v in addresses.items()))
             instance = Instance(
                 "router", common.instance_id, version_of("forebay-router"), addresses
             )
             key = keys.instance("router", common.instance_id)
-            await lease.attach(key, instance.encode())
-            _log.info("serving on %s", ", ".join(f"{k} {v}" for k, v in addresses.items()))
-            on_started(instance)
-            await stopping.wait()
-            following[-1].cancel()
-            await lease.detach(key)
-            await asyncio.gather(
-                server.drain(common.drain_timeout_s), front.server.drain(common.drain_timeout_s)
-            )
+            async with Lease.open(store, common.lease_ttl_s) as lease:
+                await lease.attach(key, instance.encode())
+                on_started(instance)
+                await stopping.wait()
+                await lease.detach(key)
+                readiness.cancel()
+                grace_s = common.drain_timeout_s
+                await asyncio.gather(server.drain(grace_s), front.server.drain(grace_s))
             for task in following:
                 task.cancel()
     finally:

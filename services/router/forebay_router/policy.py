@@ -29,7 +29,7 @@ from forebay_router.core.place import Placement, Replica, View, place
 from forebay_router.core.refusal import RefusedError
 from forebay_router.core.resolve import Resolution, resolve
 from forebay_router.core.retry import Failure, Verdict, judge
-from forebay_router.core.wanted import Wanted
+from forebay_router.core.wanted import MAX_MODEL_CHARS, Wanted
 from forebay_router.metrics import UNKNOWN_MODEL, Metrics
 from forebay_router.ports import CatalogueSource, ReplicaSource
 
@@ -294,7 +294,12 @@ def _check(head: Head, message: bytes) -> Wanted:
     except DecodeError:
         raise ForebayError(Reason.INVALID_ARGUMENT, "The message cannot be decoded.") from None
     named = head.metadata.get(md.MODEL)
-    return wanted if named is None else dataclasses.replace(wanted, model=named)
+    if named is None:
+        return wanted
+    if not 1 <= len(named) <= MAX_MODEL_CHARS:
+        problem = f"'{md.MODEL}' must have 1 to {MAX_MODEL_CHARS} characters."
+        raise ForebayError(Reason.INVALID_ARGUMENT, problem, param=md.MODEL)
+    return dataclasses.replace(wanted, model=named)
 
 
 def _passed_on(head: Head, wanted: Wanted) -> md.Metadata:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import aiohttp
 import grpc
 import pytest
 from forebay.batcher.v1 import batcher_service_pb2 as batcher
@@ -507,3 +509,51 @@ async def test_the_version_is_named_to_the_replica(
     stand_in = await start_stand_in()
     await generate(router, a_request("ignored"), metadata=((md.MODEL, "default"),))
     assert stand_in.seen[0].metadata[md.MODEL] == MODEL
+
+
+async def test_after_a_storm_every_request_has_ended_once(
+    router: RunningRouter, start_stand_in: StartStandIn
+) -> None:
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    stand_ins = [await start_stand_in(f"r{n}") for n in range(3)]
+    await eventually(sees(router, r0="", r1="", r2=""))
+    failures = (Reason.REPLICA_LOST, Reason.INTERNAL, Reason.QUEUE_FULL, Reason.UNSUPPORTED)
+    for stand_in in stand_ins:
+        for _ in range(40):
+            script = a_refusal(rng.choice(failures), tokens=rng.randrange(3))
+            stand_in.scripts.append(rng.choice((Script(), Script(hangs=True), script)))
+    requests = 60
+
+    async def ask(n: int) -> None:
+        metadata = ((md.REQUEST_ID, f"request-{n}"),)
+        call = router.inference.Generate(a_request(), metadata=metadata, timeout=0.3)
+        try:
+            for _ in range(rng.randrange(1, 5)):
+                await call.read()
+        except grpc.aio.AioRpcError:
+            return
+        call.cancel()
+
+    await asyncio.gather(*(ask(n) for n in range(requests)))
+
+    async def settled() -> bool:
+        listing = await router.view.ListReplicas(router_pb.ListReplicasRequest())
+        return all(replica.in_flight == 0 for replica in listing.replicas)
+
+    await eventually(settled)
+    for n in range(requests):
+        assert (await explanation(router, f"request-{n}")).outcome
+    async with (
+        aiohttp.ClientSession(router.url) as http,
+        http.get("/metrics") as answer,
+    ):
+        lines = (await answer.text()).splitlines()
+    ended = sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if line.startswith("forebay_router_requests_total{")
+    )
+    assert ended == requests
+    assert "forebay_router_in_flight 0.0" in lines

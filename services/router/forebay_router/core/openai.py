@@ -6,7 +6,7 @@ Fields that are not named here pass through untouched and are judged by the engi
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, cast
 
 import msgspec
 from msgspec import Meta, Struct
@@ -60,14 +60,14 @@ class Sampling(Struct, kw_only=True):
     user: str | None = None
 
 
-class ContentPart(Struct):
+class ContentPart(Struct, gc=False):
     """A part of a message; which fields it has depends on its type."""
 
     type: str | None = None
     text: str | None = None
 
 
-class Message(Struct):
+class Message(Struct, gc=False):
     """One turn of a conversation."""
 
     role: Annotated[str, Meta(min_length=1)]
@@ -174,31 +174,39 @@ def _check_prompt(prompt: Prompt, field: str) -> None:
     if isinstance(prompt, str):
         return
     if not prompt:
-        raise RefusedError("INVALID_ARGUMENT", f"'{field}' must not be empty.", param=field)
-    kind = type(prompt[0])
-    for index, entry in enumerate(prompt):
-        param = f"{field}[{index}]"
-        if type(entry) is not kind:
-            message = f"'{param}' is of another type than '{field}[0]'."
-            raise RefusedError("INVALID_ARGUMENT", message, param=param)
-        tokens = (entry,) if isinstance(entry, int) else entry if isinstance(entry, list) else ()
-        if isinstance(entry, list) and not entry:
-            raise RefusedError("INVALID_ARGUMENT", f"'{param}' must not be empty.", param=param)
-        if any(token < 0 for token in tokens):
-            raise RefusedError(
-                "INVALID_ARGUMENT", f"'{param}' holds a negative token.", param=param
-            )
-    if kind is not int and len(prompt) > MAX_INPUTS:
-        message = f"'{field}' holds more than {MAX_INPUTS} entries."
-        raise RefusedError("INVALID_ARGUMENT", message, param=field)
+        raise _wrong(field, "must not be empty")
+    # A body can hold millions of tokens: those are checked as a whole.
+    kinds = set(map(type, prompt))
+    if len(kinds) > 1:
+        odd = next(i for i, entry in enumerate(prompt) if type(entry) is not type(prompt[0]))
+        raise _wrong(f"{field}[{odd}]", f"is of another type than '{field}[0]'")
+    if kinds != {int} and len(prompt) > MAX_INPUTS:
+        raise _wrong(field, f"holds more than {MAX_INPUTS} entries")
+    for name, tokens in _token_lists(prompt, field):
+        if not tokens:
+            raise _wrong(name, "must not be empty")
+        if min(tokens) < 0:
+            raise _wrong(name, "holds a negative token")
+
+
+def _token_lists(prompt: list[str | int | list[int]], field: str) -> list[tuple[str, list[int]]]:
+    if isinstance(prompt[0], int):
+        return [(field, cast("list[int]", prompt))]
+    return [(f"{field}[{i}]", entry) for i, entry in enumerate(prompt) if isinstance(entry, list)]
+
+
+def _wrong(param: str, problem: str) -> RefusedError:
+    return RefusedError("INVALID_ARGUMENT", f"'{param}' {problem}.", param=param)
 
 
 def _estimate(prompt: Prompt) -> int:
     if isinstance(prompt, str):
         return estimate_tokens(len(prompt))
+    if isinstance(prompt[0], int):
+        return len(prompt)
     return sum(
-        1 if isinstance(e, int) else len(e) if isinstance(e, list) else estimate_tokens(len(e))
-        for e in prompt
+        len(entry) if isinstance(entry, list) else estimate_tokens(len(cast("str", entry)))
+        for entry in prompt
     )
 
 
