@@ -11,11 +11,14 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_LOGGING_LEVEL": "WARNING",
-    # Some of vLLM's samplers compile themselves on first use, which would hold that request and all
-    # others for 20 s. The models themselves are compiled by vLLM's own means where they are.
-    "TORCHDYNAMO_DISABLE": "1",
     # OpenAI's own limit; vLLM's default of 16384 would let one request fill the engine.
     "VLLM_MAX_N_SEQUENCES": "128",
+}
+
+# vLLM's engine processes read these when they start.
+CPU_ENVIRONMENT = {
+    # Log-probabilities compile a kernel on first use, which would hold every request for 20 s.
+    "TORCHDYNAMO_DISABLE": "1",
 }
 
 

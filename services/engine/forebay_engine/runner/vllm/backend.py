@@ -8,7 +8,7 @@ import contextlib
 import importlib
 import logging
 import os
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 from forebay.engine.v1 import engine_service_pb2 as engine_pb
@@ -18,7 +18,7 @@ from forebay_common.errors import ForebayError, Reason
 from forebay_engine.config import Config
 from forebay_engine.core import link
 from forebay_engine.runner.backend import Call, Delta, Loaded, Phase, SendFrame
-from forebay_engine.runner.vllm.arguments import ENVIRONMENT, vllm_arguments
+from forebay_engine.runner.vllm.arguments import CPU_ENVIRONMENT, ENVIRONMENT, vllm_arguments
 from forebay_engine.runner.vllm.openai_app import OpenAIApp
 from forebay_engine.runner.vllm.phases import hear_phases
 
@@ -41,14 +41,15 @@ class VllmBackend:
 
     async def load(self, report: Callable[[Phase], None]) -> Loaded:
         """Import vLLM, start its processes, read the weights, and build its OpenAI app."""
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        _set_defaults(ENVIRONMENT)
         # On threads, so that the loop goes on answering health checks and hears of phases.
         engine_module = await asyncio.to_thread(
             importlib.import_module, "forebay_engine.runner.vllm.engine"
         )
         direct_module = importlib.import_module("forebay_engine.runner.vllm.direct")
         on_cpu = engine_module.is_on_cpu()
+        if on_cpu:
+            _set_defaults(CPU_ENVIRONMENT)
         arguments = vllm_arguments(
             self._spec, on_cpu=on_cpu, kv_cache_bytes=self._config.kv_cache_bytes
         )
@@ -124,3 +125,8 @@ class VllmBackend:
         if self._embeds is not embeds:
             offered = "embeddings" if self._embeds else "text"
             raise ForebayError(Reason.UNSUPPORTED, f"This model only answers with {offered}.")
+
+
+def _set_defaults(environment: Mapping[str, str]) -> None:
+    for name, value in environment.items():
+        os.environ.setdefault(name, value)
