@@ -116,7 +116,9 @@ class Runner(inference_rpc.InferenceServiceServicer):
             self.running -= 1
             self.news.notify()
 
-    async def Generate(self, request: inference.GenerateRequest, context: Any) -> Any:  # noqa: N802
+    async def Generate(  # type: ignore[override]  # noqa: N802
+        self, request: inference.GenerateRequest, context: Any
+    ) -> None:
         async with self._call(context) as call:
             if self.cancel_next:
                 self.cancel_next = False
@@ -135,9 +137,9 @@ class Runner(inference_rpc.InferenceServiceServicer):
                 embeddings=[inference.Embedding(values=[1.0]) for _ in request.inputs]
             )
 
-    async def CallOpenAI(  # noqa: N802
+    async def CallOpenAI(  # type: ignore[override]  # noqa: N802
         self, request: inference.CallOpenAIRequest, context: Any
-    ) -> Any:
+    ) -> None:
         async with self._call(context):
             await context.write(
                 inference.CallOpenAIResponse(content_type="application/json", body=request.body)
@@ -198,11 +200,12 @@ class Host(engine_rpc.EngineServiceServicer):
                 revision += 1
                 shown = list(self._models.values())
                 yield engine.WatchEngineResponse(revision=revision, models=shown)
-                await self.news.until(
-                    lambda shown=shown: list(self._models.values()) != shown, seconds=600
-                )
+                await self._differs_from(shown)
         finally:
             self.watchers -= 1
+
+    async def _differs_from(self, shown: list[engine.ModelStatus]) -> None:
+        await self.news.until(lambda: list(self._models.values()) != shown, seconds=600)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,7 +274,7 @@ def loaded(replica: batcher.Replica, model_version: str = CHAT) -> batcher.Repli
 async def host() -> AsyncIterator[Host]:
     # Socket paths have at most 107 characters, which pytest's own folders may exceed.
     with tempfile.TemporaryDirectory(prefix="fb") as folder:
-        host = Host(Path(folder))
+        host = Host(Path(folder))  # type: ignore[abstract]  # a batcher only watches
         await host.start()
         try:
             yield host
@@ -332,14 +335,15 @@ async def start(host: Host) -> AsyncIterator[Start]:
                     await stop()
 
             stack.push_async_callback(end)
-            await asyncio.wait({task, listening}, return_when="FIRST_COMPLETED")
+            both: list[asyncio.Future[Any]] = [task, listening]
+            await asyncio.wait(both, return_when="FIRST_COMPLETED")
             if task.done():
                 await task
             channel = await stack.enter_async_context(connect(listening.result()))
             return Running(
                 address=listening.result(),
-                inference=inference_rpc.InferenceServiceStub(channel),  # type: ignore[assignment]
-                control=batcher_rpc.BatcherServiceStub(channel),  # type: ignore[assignment]
+                inference=inference_rpc.InferenceServiceStub(channel),
+                control=batcher_rpc.BatcherServiceStub(channel),
                 channel=channel,
                 stop=stop,
                 stopping=stopping,

@@ -15,14 +15,16 @@ from forebay_common.server import Server
 class Endless(rpc.InferenceServiceServicer):
     """One message, then silence."""
 
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:  # noqa: N802
+    async def Generate(  # type: ignore[override]  # noqa: N802
+        self, request: pb.GenerateRequest, context: Any
+    ) -> None:
         await context.write(pb.GenerateResponse(text_delta="first "))
         await asyncio.Event().wait()
 
 
 async def main(path: str) -> None:
     server = Server()
-    rpc.add_InferenceServiceServicer_to_server(Endless(), server.grpc)  # type: ignore[no-untyped-call]
+    rpc.add_InferenceServiceServicer_to_server(Endless(), server.grpc)  # type: ignore[abstract]
     server.offer("forebay.inference.v1.InferenceService")
     await server.listen(f"unix:{path}")
     print("listening", flush=True)

@@ -286,7 +286,7 @@ async def test_sigterm_withdraws_finishes_what_runs_and_exits_with_0(
     try:
         found = await discovery.announced()
         async with connect(found.address) as channel:
-            control = batcher_rpc.BatcherServiceStub(channel)  # type: ignore[no-untyped-call]
+            control: Any = batcher_rpc.BatcherServiceStub(channel)
             watch = control.WatchReplica(batcher.WatchReplicaRequest())
             first = await within(watch.read())
             assert not first.replica.draining

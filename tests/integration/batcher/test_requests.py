@@ -114,7 +114,7 @@ async def test_wrong_requests_are_refused(serving: Running, host: Host, runner: 
     for body in (b"{", b"[]", b'{"model": 1}', b"[" * 100_000, b"\xff"):
         call = serving.inference.CallOpenAI(inference.CallOpenAIRequest(body=body))
         assert await reason_of(call) is Reason.INVALID_ARGUMENT
-    raw = serving.channel.unary_stream("/forebay.inference.v1.InferenceService/Generate")
+    raw: Any = serving.channel.unary_stream("/forebay.inference.v1.InferenceService/Generate")
     assert await reason_of(raw(b"\xff\xff")) is Reason.INVALID_ARGUMENT
     assert runner.calls == []
 
