@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# A member that has lost its quorum ends streams that carry this, instead of staying silent.
+REQUIRE_LEADER: Final = (("hasleader", "true"),)
 # etcd answers pings more frequent than every 5 s with GOAWAY (`--grpc-keepalive-min-time`), and
 # counts those of a channel without calls as abuse.
 _OPTIONS: Final = (

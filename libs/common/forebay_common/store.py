@@ -10,8 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import random
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from enum import Enum
 from types import MappingProxyType
@@ -23,12 +22,13 @@ from aetcd import rpc
 from forebay_common.backoff import Backoff
 from forebay_common.errors import ForebayError
 from forebay_common.members import (
+    REQUIRE_LEADER,
     LeaseNotFoundError,
     Member,
     Members,
-    to_error,
     unavailable,
 )
+from forebay_common.watch import WatchEndedError, changes
 
 __all__ = [
     "Condition",
@@ -42,8 +42,6 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-# A member that has lost its quorum ends streams that carry this, instead of staying silent.
-_REQUIRE_LEADER: Final = (("hasleader", "true"),)
 _PAGE: Final = 1000
 
 
@@ -287,7 +285,7 @@ class Store:
             call = member.lease.LeaseKeepAlive(
                 [rpc.LeaseKeepAliveRequest(ID=lease_id)],
                 timeout=timeout_s,
-                metadata=_REQUIRE_LEADER,
+                metadata=REQUIRE_LEADER,
                 wait_for_ready=True,
             )
             with member.hold(call):
@@ -327,7 +325,7 @@ class Store:
                 if on_alive is not None:
                     on_alive()
                 yield snapshot
-                async with aclosing(self._changes(prefix, snapshot.revision + 1)) as batches:
+                async with aclosing(self._changes(prefix, snapshot.revision)) as batches:
                     async for events in batches:
                         if away:
                             _log.info("the watch of %s is back", prefix)
@@ -338,7 +336,7 @@ class Store:
                         if events:
                             snapshot = _apply(snapshot, events)
                             yield snapshot
-            except (ForebayError, _WatchEndedError) as error:
+            except (ForebayError, WatchEndedError) as error:
                 if self._members.closed:
                     return
                 _log.log(
@@ -350,114 +348,23 @@ class Store:
                 away = True
             await asyncio.sleep(backoff.next_s())
 
-    async def _range(self, request: Any) -> Any:
-        return await self._members.unary(lambda member: member.kv.Range, request, repeatable=True)
-
-    async def _changes(
-        self, prefix: str, start_revision: int
-    ) -> AsyncGenerator[Sequence[Any], None]:
-        """Batches of events, empty ones as signs of life. Raises _WatchEndedError."""
-        member = await self._members.choose(time.monotonic() + self._timeout_s)
+    def _changes(self, prefix: str, revision: int) -> AsyncGenerator[Sequence[Any], None]:
         create = rpc.WatchCreateRequest(
             key=_encode(prefix) or b"\0",
             range_end=_prefix_end(_encode(prefix)),
-            start_revision=start_revision,
+            start_revision=revision + 1,
             fragment=True,
         )
-        requests = _Requests(rpc.WatchRequest(create_request=create))
-        # Not once etcd is back, which may then be another one: what was listed would be stale.
-        stream = member.watch.Watch(requests, metadata=_REQUIRE_LEADER, wait_for_ready=False)
-        last_revision = start_revision - 1
-        batch: list[Any] = []
-        with requests, member.hold(stream) as call:
-            try:
-                while True:
-                    response = await self._hear(call, requests)
-                    member.heard()
-                    if response.canceled:
-                        raise _WatchEndedError(_why_cancelled(response))
-                    if response.header.revision < last_revision:
-                        raise _WatchEndedError("etcd lost data or this member lags behind")
-                    batch.extend(response.events)
-                    if response.fragment:
-                        continue
-                    if batch:
-                        last_revision = batch[-1].kv.mod_revision
-                    yield batch
-                    batch = []
-            except asyncio.CancelledError:
-                if member.was_cut():
-                    raise _WatchEndedError("its connection was replaced") from None
-                raise
-            except (grpc.aio.AioRpcError, grpc.aio.BaseError, TimeoutError) as error:
-                await self._members.suspect(member)
-                raise _WatchEndedError(to_error(error)) from error
+        return changes(
+            self._members,
+            create,
+            timeout_s=self._timeout_s,
+            progress_interval_s=self._progress_interval_s,
+            silence_s=self._silence_s,
+        )
 
-    async def _hear(self, call: Any, requests: _Requests) -> Any:
-        """The next response. TimeoutError once etcd kept silent for too long."""
-        # Cancelling a read would end the call, so one read outlives several waits.
-        reading = asyncio.ensure_future(call.read())
-        silent_since = time.monotonic()
-        try:
-            while True:
-                await asyncio.wait({reading}, timeout=self._progress_interval_s)
-                if reading.done():
-                    break
-                if time.monotonic() - silent_since >= self._silence_s:
-                    raise TimeoutError
-                requests.ask_for_progress()
-        finally:
-            if not reading.done():
-                reading.cancel()
-                await asyncio.wait({reading})
-            if not reading.cancelled():
-                reading.exception()
-        response = reading.result()
-        if response is grpc.aio.EOF:
-            raise _WatchEndedError("etcd closed the stream")
-        return response
-
-
-class _Requests:
-    """What a watch sends: its creation, then a request for progress whenever one is wanted.
-
-    `call.write` is not used, because in grpc.aio it can wait forever on a call that was cancelled.
-    """
-
-    def __init__(self, create: Any) -> None:
-        self._create: Any = create
-        self._wanted = asyncio.Event()
-        self._over = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._over = True
-        self._wanted.set()
-
-    def ask_for_progress(self) -> None:
-        """Send a request for progress, once, even if an earlier one is not yet sent."""
-        self._wanted.set()
-
-    async def __aiter__(self) -> AsyncIterator[Any]:
-        yield self._create
-        while True:
-            await self._wanted.wait()
-            if self._over:
-                return
-            self._wanted.clear()
-            yield rpc.WatchRequest(progress_request=rpc.WatchProgressRequest())
-
-
-class _WatchEndedError(Exception):
-    """A watch must be opened anew."""
-
-
-def _why_cancelled(response: Any) -> str:
-    if response.compact_revision:
-        return f"compacted at revision {response.compact_revision}"
-    return response.cancel_reason or "cancelled by etcd"
+    async def _range(self, request: Any) -> Any:
+        return await self._members.unary(lambda member: member.kv.Range, request, repeatable=True)
 
 
 def _apply(snapshot: Snapshot, events: Sequence[Any]) -> Snapshot:
