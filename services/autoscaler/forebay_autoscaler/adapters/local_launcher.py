@@ -170,7 +170,10 @@ class LocalLauncher:
             pool=order.pool,
             launched_unix_s=time.time(),
             mark=f"{order.replica_id}:{secrets.token_hex(8)}",
-            socket_dir=self._dir.create(order.replica_id),
+            socket_dir=self._dir.create(
+                order.replica_id,
+                longest_name=max((len(spec.model_version) for spec in order.specs), default=0),
+            ),
             processes={},
         )
         children: dict[str, Popen[bytes]] = {}

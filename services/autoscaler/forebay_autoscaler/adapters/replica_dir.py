@@ -25,8 +25,9 @@ from forebay_autoscaler.adapters.processes import ProcessRef
 
 _log = logging.getLogger(__name__)
 
-# A Unix socket's path holds 107 bytes; this leaves room for the names that engine hosts give.
-_SOCKET_DIR_MAX = 56
+# A Unix socket's path holds 107 bytes. An engine host names a runner's socket by its model version
+# and a number; this is what it needs beside the version.
+_SOCKET_PATH_MAX = 107 - 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,11 +80,16 @@ class ReplicaDir:
         """Put somebody in charge."""
         _write(self._path / "holder.json", dataclasses.asdict(holder))
 
-    def create(self, replica_id: str) -> str:
-        """Make a replica's directory and return the one for its sockets, both private."""
+    def create(self, replica_id: str, *, longest_name: int) -> str:
+        """Make a replica's directory and return the one for its sockets, both private.
+
+        Args:
+            replica_id: whose.
+            longest_name: length of the longest name a socket will have.
+        """
         path = self._replicas / replica_id
         path.mkdir(mode=0o700)
-        if len(os.fsencode(path)) <= _SOCKET_DIR_MAX:
+        if len(os.fsencode(path)) + 1 + longest_name <= _SOCKET_PATH_MAX:
             return str(path)
         return tempfile.mkdtemp(prefix="forebay-")
 
