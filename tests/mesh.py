@@ -52,6 +52,7 @@ class Mesh:
         self.spans = directory / "spans.db"
         self.http = ""
         self.grpc = ""
+        self.router_pid = 0
         self.replicas: dict[str, Replica] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._environment: dict[str, str] = {}
@@ -77,7 +78,7 @@ class Mesh:
             "OTEL_BSP_SCHEDULE_DELAY": "100",
         }
         self.spawn("registry")
-        self.spawn("router")
+        self.router_pid = self.spawn("router").pid
         addresses = await self._addresses("router")
         self.grpc, self.http = addresses["grpc"], addresses["http"]
 

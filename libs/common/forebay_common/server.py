@@ -111,9 +111,9 @@ class Server:
             self._ready[name] = False
         self._report()
         # The health watchers' calls never end by themselves: wait for the real ones, then stop.
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._gate.idle(), grace_s)
-        except TimeoutError:
+        if self._gate.in_flight:
             _log.warning("drain ended with %d calls in flight", self._gate.in_flight)
         await self.grpc.stop(0)
 
@@ -202,6 +202,9 @@ class _Gate(grpc.aio.ServerInterceptor):
                 await abort(context, error)
             except (grpc.aio.AbortError, asyncio.CancelledError):
                 raise
+            except grpc.aio.BaseError:
+                # A write to a caller who has left can fail before the cancellation arrives.
+                _log.debug("the caller of %s left", method, exc_info=True)
             except Exception:
                 await _abort_internal(context, method)
             finally:

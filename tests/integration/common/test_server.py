@@ -114,6 +114,42 @@ async def test_keepalive_pings_of_a_silent_call_are_not_punished() -> None:
     await server.grpc.stop(None)
 
 
+async def test_a_caller_who_leaves_in_the_middle_is_no_error(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    endless = _Endless()
+    other = Server()
+    rpc.add_RegistryServiceServicer_to_server(endless, other.grpc)
+    other.offer(_NAME)
+    address = await other.listen("127.0.0.1:0")
+    for _ in range(20):
+        async with connect(address) as channel:
+            call = rpc.RegistryServiceStub(channel).WatchCatalogue(pb.WatchCatalogueRequest())
+            await call.read()
+            call.cancel()
+    await asyncio.wait_for(endless.left.wait(), 5)
+    await other.grpc.stop(None)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+class _Endless(rpc.RegistryServiceServicer):
+    def __init__(self) -> None:
+        self.left = asyncio.Event()
+        self._callers = 0
+
+    async def WatchCatalogue(  # noqa: N802
+        self, request: pb.WatchCatalogueRequest, context: Any
+    ) -> Any:
+        self._callers += 1
+        try:
+            while True:
+                yield pb.WatchCatalogueResponse()
+        finally:
+            self._callers -= 1
+            if self._callers == 0:
+                self.left.set()
+
+
 class _Silent(rpc.RegistryServiceServicer):
     def __init__(self) -> None:
         self.release = asyncio.Event()
