@@ -112,6 +112,9 @@ class ControlLoop:
         state = term.states.get(name) or PoolState(fence=term.leadership.fence)
         plan = on_tick(policy_of(pool), self._limits, state, observation)
         term.states[name] = plan.state
+        for replica in observation.replicas:
+            if replica.is_owned and replica.phase is Phase.ACTIVE and not replica.was_active:
+                self._launcher.mark_active(replica.replica_id)
         specs: tuple[engine.ModelSpec, ...] = ()
         with contextlib.suppress(RefusedError):
             specs = self._world.specs(pool)

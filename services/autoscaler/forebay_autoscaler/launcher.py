@@ -53,6 +53,10 @@ class Launcher(Protocol):
         """Remember, also for the next leader, that a replica is to go; or no longer."""
         ...
 
+    def mark_active(self, replica_id: str) -> None:
+        """Remember, also for the next leader, that a replica takes traffic."""
+        ...
+
     async def stop(self, replica_id: str) -> None:
         """End a replica and return when nothing is left of it. Idempotent."""
         ...

@@ -199,13 +199,15 @@ async def test_another_launcher_takes_over_what_runs(bench: Bench, until_ended: 
     await first.launch(an_order())
     pids = [ref.pid for ref in bench.record().processes.values()]
     first.mark_leaving("r-1", leaving=True)
+    first.mark_active("r-1")
     await first.close(stop_replicas=False)
     assert all(processes.refer(pid) for pid in pids)
 
     second = bench.launcher()
     await second.begin(2)
     (found,) = second.launched()
-    assert (found.replica_id, found.pool, found.is_stopping) == ("r-1", "p", True)
+    assert (found.replica_id, found.pool) == ("r-1", "p")
+    assert (found.is_stopping, found.was_active) == (True, True)
     await second.launch(an_order())  # nothing: it runs
     assert [ref.pid for ref in bench.record().processes.values()] == pids
     await second.stop("r-1")

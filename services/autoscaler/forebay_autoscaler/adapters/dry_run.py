@@ -38,6 +38,9 @@ class DryRunLauncher:
     def mark_leaving(self, replica_id: str, *, leaving: bool) -> None:
         self._record(f"mark {replica_id} {'leaving' if leaving else 'staying'}")
 
+    def mark_active(self, replica_id: str) -> None:
+        self._record(f"mark {replica_id} active")
+
     async def stop(self, replica_id: str) -> None:
         self._record(f"stop {replica_id}")
 

@@ -92,6 +92,7 @@ class LocalLauncher:
                 pool=replica.record.pool,
                 age_s=max(0.0, now - replica.record.launched_unix_s),
                 is_stopping=replica.record.is_leaving or replica.stop.is_set(),
+                was_active=replica.record.was_active,
             )
             for replica in self._replicas.values()
         )
@@ -119,10 +120,15 @@ class LocalLauncher:
             raise
 
     def mark_leaving(self, replica_id: str, *, leaving: bool) -> None:
-        replica = self._replicas.get(replica_id)
-        if replica is None:
-            return
-        replica.record = dataclasses.replace(replica.record, is_leaving=leaving)
+        if replica := self._replicas.get(replica_id):
+            self._note(replica, dataclasses.replace(replica.record, is_leaving=leaving))
+
+    def mark_active(self, replica_id: str) -> None:
+        if replica := self._replicas.get(replica_id):
+            self._note(replica, dataclasses.replace(replica.record, was_active=True))
+
+    def _note(self, replica: _Replica, record: ReplicaRecord) -> None:
+        replica.record = record
         with contextlib.suppress(FileNotFoundError):
             self._dir.save(replica.record)
 

@@ -51,6 +51,7 @@ class ReplicaRecord:
     processes: Mapping[str, ProcessRef]
     """By part; empty until both run."""
     is_leaving: bool = False
+    was_active: bool = False
 
 
 class ReplicaDir:

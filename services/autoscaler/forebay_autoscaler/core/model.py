@@ -90,6 +90,8 @@ class ReplicaSeen:
     """Whether the launcher runs it; only then can it be stopped."""
     is_announced: bool
     """Whether discovery knows it."""
+    was_active: bool = False
+    """Whether it was active when it was last announced, also under earlier leaders."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

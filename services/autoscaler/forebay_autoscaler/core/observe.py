@@ -19,6 +19,8 @@ class Launched:
     pool: str
     age_s: float
     is_stopping: bool
+    was_active: bool = False
+    """It was seen active, by this leader or an earlier one."""
 
 
 def see_replicas(
@@ -49,6 +51,7 @@ def see_replicas(
             age_s=0.0 if process is None else process.age_s,
             is_owned=process is not None,
             is_announced=True,
+            was_active=process is not None and process.was_active,
         )
     for process in processes.values():
         seen[process.replica_id] = ReplicaSeen(
@@ -58,6 +61,7 @@ def see_replicas(
             age_s=process.age_s,
             is_owned=True,
             is_announced=False,
+            was_active=process.was_active,
         )
     return tuple(seen[replica_id] for replica_id in sorted(seen))
 

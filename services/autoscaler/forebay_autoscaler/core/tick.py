@@ -204,9 +204,13 @@ def _track(
             )
             continue
         since_s = before.unready_since_s if before is not None else None
-        # The phase before it fell silent is kept: it may be back before it counts as lost.
-        keeps_phase = before is not None and not replica.is_announced
-        phase = before.phase if before is not None and keeps_phase else replica.phase
+        phase = replica.phase
+        if not replica.is_announced:
+            # The phase before it fell silent is kept: it may be back before it counts as lost.
+            if before is not None:
+                phase = before.phase
+            elif replica.was_active:
+                phase = Phase.ACTIVE
         sightings[replica.replica_id] = Sighting(
             phase, replica.is_owned, None, now_s if since_s is None else since_s
         )
