@@ -11,6 +11,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    # The tracker cleans up behind engines that end with their runner, and need not say so.
+    "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
     # OpenAI's own limit; vLLM's default of 16384 would let one request fill the engine.
     "VLLM_MAX_N_SEQUENCES": "128",
 }
@@ -30,7 +32,6 @@ def vllm_arguments(spec: pb.ModelSpec, *, on_cpu: bool, kv_cache_bytes: int) -> 
         *("--load-format", "safetensors"),
         *("--tensor-parallel-size", str(max(1, spec.tensor_parallel))),
         *("--dtype", _DTYPES.get(spec.precision, "auto")),
-        "--enable-prefix-caching",
         "--enable-prompt-tokens-details",
         "--disable-fastapi-docs",
     ]
@@ -44,8 +45,10 @@ def vllm_arguments(spec: pb.ModelSpec, *, on_cpu: bool, kv_cache_bytes: int) -> 
     if on_cpu:
         arguments.append("--enforce-eager")
     if spec.task == pb.TASK_EMBED:
-        arguments += ["--runner", "pooling"]
+        # An encoder has no KV cache to look a prefix up in.
+        arguments += ["--runner", "pooling", "--no-enable-prefix-caching"]
     else:
+        arguments.append("--enable-prefix-caching")
         # The Hermes form is what most open chat models are trained on, and the parser leaves
         # answers without tool calls as they are.
         arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
