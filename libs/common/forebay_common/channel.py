@@ -21,7 +21,8 @@ _KEEPALIVE = (
 )
 _RECONNECT = (
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # This bounds an attempt, too: a busy peer may need a while for its first frame.
+    ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 )
 

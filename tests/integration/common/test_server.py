@@ -114,6 +114,29 @@ async def test_keepalive_pings_of_a_silent_call_are_not_punished() -> None:
     await server.grpc.stop(None)
 
 
+async def test_a_peer_slow_to_greet_is_waited_for(server: Server) -> None:
+    host, _, port = (await server.listen("127.0.0.1:0")).rpartition(":")
+
+    async def delay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.5)  # the slowness that is tested
+        there, back = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(_copy(reader, back), _copy(there, writer))
+
+    proxy = await asyncio.start_server(delay, "127.0.0.1", 0)
+    address = "{}:{}".format(*proxy.sockets[0].getsockname()[:2])
+    async with connect(address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rpc.RegistryServiceStub(channel).GetModel(pb.GetModelRequest())
+        assert from_rpc_error(caught.value).reason is Reason.MODEL_NOT_FOUND
+    proxy.close()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(65536):
+        writer.write(data)
+    writer.close()
+
+
 async def test_a_caller_who_leaves_in_the_middle_is_no_error(
     server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
