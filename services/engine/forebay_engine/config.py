@@ -65,15 +65,15 @@ class Config:
     )
     merge_running: int = option(
         16,
-        "From this many running requests on, tokens of several steps may share a message.",
+        "Running requests from which on a stream's tokens share messages, as `MERGE_TOKENS` says.",
         minimum=1,
         maximum=100_000,
     )
-    merge_ms: int = option(
-        0,
-        "Longest that a token waits for the next ones then, in milliseconds; 0 never waits.",
-        minimum=0,
-        maximum=1000,
+    merge_tokens: int = option(
+        1,
+        "Tokens per message of a stream begun under that load; its first and last come at once.",
+        minimum=1,
+        maximum=64,
     )
     kv_cache_bytes: int = option(
         1 << 30,

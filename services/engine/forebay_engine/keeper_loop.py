@@ -82,6 +82,7 @@ class Keeper:
         self._config = config
         self._environ = environ
         self._reason = ""
+        self._since = 0.0
         self._generation = 0
         self._restarts = 0
         self._ready: link.Ready | None = None
@@ -335,6 +336,9 @@ class Keeper:
 
     def _apply(self, event: Event, reason: str = "") -> None:
         before, self.state = self.state, next_state(self.state, event)
+        now = asyncio.get_running_loop().time()
+        passed_ms = round((now - (self._since or now)) * 1000)
+        self._since = now
         self._reason = reason
         level = logging.WARNING if self.state is State.FAILED else logging.INFO
         _log.log(
@@ -343,7 +347,7 @@ class Keeper:
             self.spec.model_version,
             before.name,
             self.state.name,
-            self.attempt.elapsed_ms(asyncio.get_running_loop().time()),
+            passed_ms,
             f": {reason}" if reason else "",
         )
         self._board.state_changed()

@@ -1,8 +1,7 @@
 """A runner's process: started in its own process group, heard over its link, never left behind.
 
 The host is a subreaper, so that whatever a dead runner leaves becomes the host's child and can be
-waited for. The group is killed before its leader is reaped: until then its number cannot be anyone
-else's.
+waited for. A group's number cannot become anyone else's while one of its dead is not reaped.
 """
 
 import asyncio
@@ -17,11 +16,14 @@ from collections.abc import Mapping
 
 import msgspec
 
+from forebay_engine.adapters.process_group import kill_everything, kill_processes
 from forebay_engine.core import link
 
 _log = logging.getLogger(__name__)
 _PR_SET_CHILD_SUBREAPER = 36
 _REAP_INTERVAL_S = 0.01
+# How long a resource tracker may take to clean up behind a dead engine.
+_TRACKER_S = 2.0
 
 
 def become_subreaper() -> None:
@@ -87,7 +89,7 @@ class RunnerProcess:
     def kill(self) -> None:
         """Kill the runner and every process of its group."""
         if not self._died.done():
-            _kill_group(self.pid)
+            kill_processes(self.pid)
 
     def how_it_ended(self) -> str:
         """Say how the dead leader ended."""
@@ -103,25 +105,31 @@ class RunnerProcess:
         if not await self.died(timeout_s):
             _log.error("runner %d cannot be killed", self.pid)
             return
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        # The kernel tells of the end of a process, but of no group's.
-        while _reap_orphans(self.pid) and loop.time() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(_REAP_INTERVAL_S)
+        if not await _reap_group(self.pid, _TRACKER_S):
+            kill_everything(self.pid)
+            if not await _reap_group(self.pid, timeout_s):
+                _log.error("processes of runner %d cannot be killed", self.pid)
 
     def _on_death(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
-        _kill_group(self.pid)
+        kill_processes(self.pid)
         _, status = os.waitpid(self.pid, 0)
         self._died.set_result(os.waitstatus_to_exitcode(status))
         # Nobody else holds the link, but a descriptor that leaked would keep its end from coming.
         self._reader.feed_eof()
 
 
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+async def _reap_group(group: int, timeout_s: float) -> bool:
+    """Wait until nothing of a group is left, for so long at most; say whether that is so."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    # The kernel tells of the end of a process, but of no group's.
+    while left := _reap_orphans(group):
+        if loop.time() >= deadline:
+            break
+        await asyncio.sleep(_REAP_INTERVAL_S)
+    return not left
 
 
 def _reap_orphans(group: int) -> bool:

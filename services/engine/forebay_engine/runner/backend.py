@@ -124,5 +124,5 @@ class Backend(Protocol):
         ...
 
     async def close(self) -> None:
-        """End the engine and its processes."""
+        """End what must end in order; this process ends right after."""
         ...

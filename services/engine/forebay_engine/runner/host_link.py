@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from forebay_engine.adapters.process_group import kill_processes
 from forebay_engine.core import link
 
 
@@ -48,7 +49,10 @@ class HostLink:
     def _listen(self, deliver: Callable[[link.Command], None]) -> None:
         while isinstance(message := self._read(), link.Command):
             deliver(message)
-        os.killpg(0, signal.SIGKILL)
+        # A runner that somebody started by hand shares its group with that somebody.
+        if os.getpgrp() == os.getpid():
+            kill_processes(os.getpid())
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def _read(self) -> link.FromHost | None:
         with contextlib.suppress(OSError, msgspec.DecodeError):

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 from collections.abc import Awaitable, Callable
+from typing import NoReturn
 
 from forebay.engine.v1 import engine_service_pb2 as engine_pb
 from forebay.inference.v1 import inference_service_pb2 as pb
@@ -32,7 +33,7 @@ _PATH = re.compile(r"(?:/[\w.@+-]+){2,}")
 
 
 def run(host: HostLink, start: link.Start) -> None:
-    """Run until the host says stop, a signal comes, or the engine fails."""
+    """Run until the host says stop, a signal comes, or the engine fails; does not return."""
     server.run(lambda stopping: _Runner(host, start).run(stopping))
 
 
@@ -65,9 +66,8 @@ class _Runner:
         except Exception as error:
             _log.exception("the runner cannot go on")
             self._host.send(link.Failed(_reason(error)))
-            raise SystemExit(1) from None
-        finally:
-            telemetry.shutdown()
+            _exit(1)
+        _exit(0)
 
     async def _load_and_serve(self, stopping: asyncio.Event) -> None:
         backend = _make_backend(self._spec, self._config)
@@ -187,6 +187,12 @@ class _Runner:
                 last, silent_s = load, 0.0
             await asyncio.sleep(interval_s)
             silent_s += interval_s
+
+
+def _exit(code: int) -> NoReturn:
+    """End the process at once: the interpreter's own end waits for the engine's threads."""
+    telemetry.shutdown()
+    os._exit(code)
 
 
 def _make_backend(spec: engine_pb.ModelSpec, options: config.Config) -> Backend:

@@ -6,7 +6,7 @@ same tokens.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from forebay.inference.v1 import inference_service_pb2 as pb
@@ -40,8 +40,9 @@ _SAME = (
 class DirectCalls:
     """Calls of the contract's own methods on one engine."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, merge: Callable[[Any], None]) -> None:
         self._engine = engine
+        self._merge = merge
         self._renderer = engine.renderer
         self._context_tokens = engine.model_config.max_model_len
         self._defaults = engine.model_config.get_diff_sampling_param()
@@ -53,6 +54,7 @@ class DirectCalls:
         try:
             prompt = await self._render(request)
             params = self._sampling(request.sampling, len(prompt["prompt_token_ids"]))
+            self._merge(params)
             outputs = self._engine.generate(prompt, params, call.request_id)
             started = False
             async with contextlib.aclosing(outputs):

@@ -1,6 +1,7 @@
 """Builds vLLM's AsyncLLM and its OpenAI app. Importing this module imports vLLM."""
 
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -67,11 +68,17 @@ def build_engine(command_line: list[str]) -> Built:
     return Built(engine, stats, arguments)
 
 
-async def build_openai_app(built: Built) -> Any:
-    """Return vLLM's OpenAI app over the engine, which it reaches through `ObservedEngine`."""
+async def build_openai_app(built: Built, merge: Callable[[Any], None]) -> Any:
+    """Return vLLM's OpenAI app over the engine, which it reaches through `ObservedEngine`.
+
+    Args:
+        built: the engine.
+        merge: may make a request's sampling parameters put several tokens into one result.
+    """
     tasks = await built.engine.get_supported_tasks()
     app = build_app(built.arguments, tasks, built.engine.model_config)
-    await init_app_state(ObservedEngine(built.engine), app.state, built.arguments, tasks)
+    engine = ObservedEngine(built.engine, merge)
+    await init_app_state(engine, app.state, built.arguments, tasks)
     # vLLM asks its HTTP server to stop when the engine is dead; the runner sees that by itself.
     app.state.server = SimpleNamespace(should_exit=False)
     return app

@@ -17,13 +17,15 @@ _FIGURES = re.compile(r"\d+")
 _PYDANTIC = re.compile(
     r"'loc': '(?P<loc>[^']*)', 'msg': (?P<quote>['\"])(?P<msg>.*?)(?P=quote)[,}]"
 )
+# vLLM's own notes: parameter and value, hints at its configuration, dumps of its objects.
+_NOTES = re.compile(r"\s*(?:\(parameter=.*\)|To increase this limit.*|:? \{.*\}?.*)$", re.S)
+_NAMED = re.compile(r"(\w+) must be ")
 _MALFORMED = "The request was refused as malformed."
 # Shorter texts of a caller's are words that a message may well use by itself.
 _OWN_WORDS_MIN = 12
 _MESSAGE_CHARACTERS_MAX = 300
 
 _BY_STATUS = {
-    404: Reason.ROUTE_NOT_FOUND,
     405: Reason.METHOD_NOT_ALLOWED,
     413: Reason.BODY_TOO_LARGE,
     429: Reason.QUEUE_FULL,
@@ -37,6 +39,8 @@ def from_answer(status: int, answer: bytes, request: bytes) -> ForebayError:
     message, param = _read(answer)
     if status in (400, 422):
         return refuse(message, param=param, request=request)
+    if status == 404:
+        return ForebayError(Reason.UNSUPPORTED, "This model does not offer that path.")
     reason = _BY_STATUS.get(status, Reason.INTERNAL)
     if reason is Reason.INTERNAL:
         return ForebayError(reason, "The engine failed on this request.")
@@ -45,6 +49,14 @@ def from_answer(status: int, answer: bytes, request: bytes) -> ForebayError:
 
 def refuse(message: str, *, param: str | None, request: bytes = b"") -> ForebayError:
     """Return the error for a request that vLLM found wrong."""
+    if "ValidatorIterator" in message:
+        # The parts of a message's content are only looked at when the prompt is rendered.
+        return ForebayError(
+            Reason.INVALID_ARGUMENT, "'messages' has a malformed content.", param="messages"
+        )
+    message = _for_callers(message)
+    if param is None and (named := _NAMED.match(message)) is not None:
+        param = named[1] if f'"{named[1]}"'.encode() in request else None
     if _CONTEXT.search(message):
         return ForebayError(
             Reason.CONTEXT_LENGTH_EXCEEDED, _harmless(message, request), param=_field(param)
@@ -53,9 +65,9 @@ def refuse(message: str, *, param: str | None, request: bytes = b"") -> ForebayE
     if found is not None:
         field = _field(param or found["loc"])
         text = found["msg"].removeprefix("Value error, ")
-        named = f"'{field}': {text}." if field else f"{text}."
+        problem = f"'{field}': {text}." if field else f"{text}."
         return ForebayError(
-            Reason.INVALID_ARGUMENT, _harmless(named.replace("..", "."), request), param=field
+            Reason.INVALID_ARGUMENT, _harmless(problem.replace("..", "."), request), param=field
         )
     return ForebayError(Reason.INVALID_ARGUMENT, _harmless(message, request), param=_field(param))
 
@@ -66,6 +78,13 @@ def _read(answer: bytes) -> tuple[str, str | None]:
         return str(error["message"]), error.get("param")
     except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
         return _MALFORMED, None
+
+
+def _for_callers(message: str) -> str:
+    """Return a message without what only means something to vLLM's operators."""
+    if _PYDANTIC.search(message):
+        return message
+    return _NOTES.sub("", message).rstrip(" :") or _MALFORMED
 
 
 def _field(param: str | None) -> str | None:

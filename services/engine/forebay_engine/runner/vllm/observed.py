@@ -5,6 +5,7 @@ variable names, the tokens, the times and the errors of each result. So nothing 
 out of events.
 """
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextvars import ContextVar
@@ -24,7 +25,18 @@ class Observation:
         self.error: BaseException | None = None
         self.tokens: dict[int, list[int]] = {}
         self._streams: list[AsyncGenerator[Any, None]] = []
+        self._readers: dict[int, asyncio.Task[Any]] = {}
         self._choices = 0
+
+    def cancel(self) -> set[asyncio.Task[Any]]:
+        """Cancel whoever waits for a result, and return them.
+
+        vLLM may wait in a task of its own, which outlives the one that it was called in.
+        """
+        readers = set(self._readers.values())
+        for reader in readers:
+            reader.cancel()
+        return readers
 
     async def close(self) -> None:
         """End every stream that is still open, which makes the engine forget its requests."""
@@ -45,6 +57,7 @@ class Observation:
         self, outputs: AsyncGenerator[Any, None], first: int
     ) -> AsyncGenerator[Any, None]:
         started = False
+        self._note_reader(first)
         try:
             async for output in outputs:
                 note_output(self.call, output, started=started)
@@ -56,12 +69,19 @@ class Observation:
                 yield output
                 # What was rendered from this result is on its way before the next one is awaited.
                 if not output.finished:
+                    self._note_reader(first)
                     await self.flush()
         except Exception as error:
             self.error = error
             raise
         finally:
+            self._readers.pop(first, None)
             await outputs.aclose()
+
+    def _note_reader(self, first: int) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._readers[first] = task
 
 
 CURRENT: ContextVar[Observation | None] = ContextVar("forebay_observation", default=None)
@@ -70,14 +90,16 @@ CURRENT: ContextVar[Observation | None] = ContextVar("forebay_observation", defa
 class ObservedEngine:
     """An engine client that forwards everything to another one, and lets calls be observed."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, merge: Callable[[Any], None]) -> None:
         self._engine = engine
+        self._merge = merge
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         """Generate, observed."""
+        self._merge(sampling_params)
         outputs = self._engine.generate(prompt, sampling_params, *args, **kwargs)
         observation = CURRENT.get()
         if observation is None:

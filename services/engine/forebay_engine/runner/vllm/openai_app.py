@@ -62,7 +62,7 @@ class OpenAIApp:
         except asyncio.CancelledError:
             exchange.disconnect()
             task.cancel()
-            await asyncio.wait((task,), timeout=_ABORT_S)
+            await asyncio.wait({task, *exchange.observation.cancel()}, timeout=_ABORT_S)
             raise
         except Exception as error:
             # vLLM's outermost handler answers and then raises again: the answer says it better.
