@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import subprocess
 import sys
@@ -118,6 +119,8 @@ def launch(
             stdout=log,
             stderr=log,
             start_new_session=not foreground,
+            # Its fork handlers can leave a child hanging on a lock before it has become its command.
+            env={**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "0"},
         )
 
 
