@@ -9,7 +9,7 @@ help: ## List the targets.
 
 run: install ## Set everything up, start a local fleet with a real model, ask it a question.
 	@$(BIN)/forebay up
-	@$(BIN)/forebay chat --trace "$(PROMPT)"
+	@$(BIN)/forebay chat --temperature 0 --trace "$(PROMPT)"
 
 down: ## Stop the local fleet.
 	@$(BIN)/forebay down

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -45,7 +46,7 @@ MINILM = "minilm"
 )
 @click.option(
     "--profile",
-    default="cpu-smollm2-135m",
+    default="paced",
     show_default=True,
     help="Step times of the simulated model.",
 )
@@ -122,7 +123,7 @@ def up(
     fleet = launch.running(directory)
     if fleet is not None and fleet.phase is Phase.READY:
         console.print(f"already running since {_since(fleet)} (`forebay down` stops it)")
-        console.print(quick_start(fleet))
+        console.print(quick_start(fleet, command=_command()), soft_wrap=True)
         return
     if fleet is not None and fleet.phase is Phase.STARTING:
         console.print("already starting")
@@ -182,7 +183,7 @@ def down(directory: Directory) -> None:
         console.print(f"ended {ended} left-over processes" if ended else "no fleet is running")
         return
     states = launch.follow_stop(directory, fleet, timeout_s=_stop_timeout_s())
-    _show(console, states)
+    _show(console, states, since=fleet)
     console.print(f"stopped in {time.monotonic() - began_s:.1f} s")
 
 
@@ -239,12 +240,13 @@ def _follow(console: Console, states: Iterator[Fleet]) -> None:
     fleet = _show(console, states)
     assert fleet is not None, "a start ends with a state or raises"
     console.print(f"ready in {fleet.ready_in_s or 0:.1f} s")
-    console.print(quick_start(fleet))
+    console.print(quick_start(fleet, command=_command()), soft_wrap=True)
 
 
-def _show(console: Console, states: Iterator[Fleet]) -> Fleet | None:
-    """Show states as they come: live on a terminal, else one line per thing that happened."""
-    last: Fleet | None = None
+def _show(console: Console, states: Iterator[Fleet], *, since: Fleet | None = None) -> Fleet | None:
+    """Show states as they come: live on a terminal, else one line per thing that happened since a
+    known state."""
+    last = since
     if not console.is_terminal:
         for fleet in states:
             for line in news(last, fleet):
@@ -288,6 +290,14 @@ def _stay(console: Console, process: subprocess.Popen[bytes]) -> int:
         signal.signal(number, handler)
     console.print("stopped")
     return status
+
+
+def _command() -> str:
+    """How this command is called from here."""
+    called = Path(sys.argv[0])
+    if shutil.which(called.name) == str(called.resolve()):
+        return called.name
+    return os.path.relpath(called)
 
 
 def _since(fleet: Fleet) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from rich.console import Group, RenderableType
-from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
@@ -69,21 +68,19 @@ def _load_row(load: Load, now_unix_s: float) -> tuple[Text, Text, Text, Text]:
     )
 
 
-def quick_start(fleet: Fleet) -> RenderableType:
-    """Addresses, and first prompts to copy."""
+def quick_start(fleet: Fleet, *, command: str) -> RenderableType:
+    """Addresses, and first prompts to copy; `command` is how `forebay` is called here."""
     base = f"http://{fleet.http_address}/v1"
     table = Table.grid(padding=(0, 2))
     table.add_row("OpenAI", base)
     table.add_row("gRPC", fleet.grpc_address)
     table.add_row("model", ", ".join(filter(None, (fleet.model, fleet.embedding_model))))
-    body = (
-        f'{{"model": "{fleet.model}", "messages": [{{"role": "user", "content": "{_QUESTION}"}}]}}'
-    )
     shell = (
-        f'forebay chat "{_QUESTION}"\n'
+        f'{command} chat "{_QUESTION}"\n'
         f"curl {base}/chat/completions \\\n"
         "  -H 'Content-Type: application/json' \\\n"
-        f"  -d '{body}'"
+        f'  -d \'{{"model": "{fleet.model}", "messages": [\n'
+        f'       {{"role": "user", "content": "{_QUESTION}"}}]}}\''
     )
     python = (
         "from openai import OpenAI\n"
@@ -94,9 +91,9 @@ def quick_start(fleet: Fleet) -> RenderableType:
         ")\n"
         "print(answer.choices[0].message.content)"
     )
-    return Group(table, "", _copyable(shell, "bash"), "", _copyable(python, "python"))
+    return Group(table, "", _copyable(shell), "", _copyable(python))
 
 
-def _copyable(code: str, language: str) -> RenderableType:
-    # No frame and no padding: what is marked with the mouse can be pasted.
-    return Syntax(code, language, theme="ansi_dark", background_color="default", word_wrap=False)
+def _copyable(code: str) -> RenderableType:
+    # No frame, no padding, nothing cut off: what is marked with the mouse can be pasted.
+    return Text(code, style="cyan", no_wrap=True, overflow="ignore")

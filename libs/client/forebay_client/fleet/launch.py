@@ -119,7 +119,8 @@ def launch(
             stdout=log,
             stderr=log,
             start_new_session=not foreground,
-            # Its fork handlers can leave a child hanging on a lock before it has become its command.
+            # gRPC's fork handlers can leave a child of it hanging on a lock before it has become
+            # its command.
             env={**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "0"},
         )
 
