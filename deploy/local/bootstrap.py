@@ -113,7 +113,9 @@ def _steps(*, cuda: bool, dev: bool) -> list[tuple[str, list[list[str]]]]:
             [*pip, "uninstall", "--quiet", "--yes", *UNLOADABLE],
         ]
     steps.append((f"inference engine: vLLM for {'CUDA' if cuda else 'the CPU'}", engine))
-    steps.append(("Forebay's services", [[*install, *workspace]]))
+    # By name once it is there, for the tools that prepare the small models.
+    prepare = [*install, "forebay-engine[prepare]"]
+    steps.append(("Forebay's services", [[*install, *workspace], prepare]))
     if dev:
         needs = ["--requirement", str(DEV_REQUIREMENTS)]
         steps.append(("tests and linters", [[*install, *needs]]))
