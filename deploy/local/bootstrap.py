@@ -113,9 +113,16 @@ def _steps(*, cuda: bool, dev: bool) -> list[tuple[str, list[list[str]]]]:
             [*pip, "uninstall", "--quiet", "--yes", *UNLOADABLE],
         ]
     steps.append((f"inference engine: vLLM for {'CUDA' if cuda else 'the CPU'}", engine))
+    # One build environment for all of them, instead of one made anew for each.
+    builder = [*install, "hatchling", "editables"]
     # By name once it is there, for the tools that prepare the small models.
     prepare = [*install, "forebay-engine[prepare]"]
-    steps.append(("Forebay's services", [[*install, *workspace], prepare]))
+    steps.append(
+        (
+            "Forebay's services",
+            [builder, [*install, "--no-build-isolation", *workspace], prepare],
+        )
+    )
     if dev:
         needs = ["--requirement", str(DEV_REQUIREMENTS)]
         steps.append(("tests and linters", [[*install, *needs]]))

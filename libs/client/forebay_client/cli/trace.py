@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 
 import click
@@ -16,6 +17,8 @@ from forebay_client.traces.core.waterfall import lay_out
 from forebay_client.traces.find import find
 from forebay_client.traces.store import SpanReader
 from forebay_client.traces.view import render, to_json
+
+_PLAIN_WIDTH = 110
 
 
 @click.command()
@@ -54,7 +57,11 @@ def show_trace(directory: Directory, name: str, *, as_json: bool = False) -> Non
     if as_json:
         click.echo(json.dumps(to_json(waterfall), indent=1))
     else:
-        Console(highlight=False).print(render(waterfall))
+        console = Console(highlight=False)
+        if not console.is_terminal and not os.environ.get("COLUMNS"):
+            # A log or a pipe has no width of its own.
+            console.width = _PLAIN_WIDTH
+        console.print(render(waterfall))
 
 
 def _list(directory: Directory, newest: int, *, as_json: bool) -> None:

@@ -47,7 +47,7 @@ def render(waterfall: Waterfall) -> RenderableType:
     table.add_column("", ratio=1, min_width=16)
     table.add_column("start ms", justify="right", no_wrap=True)
     table.add_column("ms", justify="right", no_wrap=True)
-    table.add_column("", overflow="fold", max_width=46)
+    table.add_column("", overflow="fold", ratio=1)
     for row in waterfall.rows:
         span = row.span
         table.add_row(
