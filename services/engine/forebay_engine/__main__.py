@@ -12,6 +12,7 @@ from forebay.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from forebay_common import config as common_config
 from forebay_common import server, telemetry
 from forebay_common.config import ConfigError
+from forebay_common.errors import ForebayError
 from google.protobuf import json_format
 
 from forebay_engine.adapters.canaries import CanaryStore, default_directory
@@ -58,12 +59,20 @@ async def serve(stopping: asyncio.Event) -> None:
         grpc_server.set_ready(_SERVICE, True)
         _log.info("listening on %s", address)
         for spec in specs:
-            await host.load(spec)
+            await _load(host, spec)
         await stopping.wait()
         grpc_server.set_ready(_SERVICE, False)
         await host.drain(common.drain_timeout_s)
         await grpc_server.drain(1.0)
     telemetry.shutdown()
+
+
+async def _load(host: Host, spec: pb.ModelSpec) -> None:
+    try:
+        await host.load(spec)
+    except ForebayError as error:
+        problem = f"{spec.model_version or 'a version'}: {error.message}"
+        raise ConfigError(f"{PREFIX}_LOAD", problem) from None
 
 
 def _specs(text: str) -> list[pb.ModelSpec]:

@@ -57,7 +57,7 @@ class Config:
     load_interval_ms: int = option(
         100, "How often a runner reports its load while it changes.", minimum=10, maximum=10_000
     )
-    waiting_max: int = option(
+    requests_max: int = option(
         1024,
         "Most requests a runner holds at once; further ones are refused with QUEUE_FULL.",
         minimum=1,

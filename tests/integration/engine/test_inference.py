@@ -227,7 +227,7 @@ async def test_requests_over_the_slots_wait_in_the_engine(slow_host: EngineHost)
 
 
 async def test_calls_are_bounded(tmp_path: Path) -> None:
-    async with running_host(tmp_path, [a_spec(profile="paced")], waiting_max=1) as host:
+    async with running_host(tmp_path, [a_spec(profile="paced")], requests_max=1) as host:
         runner = await host.runner()
         body = {"prompt": "a", "max_tokens": 2000, "ignore_eos": True, "stream": True}
         first = call_openai(runner, "/v1/completions", body)

@@ -75,7 +75,7 @@ class _Runner:
         servicer = InferenceServicer(
             backend,
             model_version=self._spec.model_version,
-            calls_max=self._config.waiting_max,
+            calls_max=self._config.requests_max,
         )
         pb_grpc.add_InferenceServiceServicer_to_server(servicer, grpc_server.grpc)
         grpc_server.offer(_SERVICE)
@@ -197,7 +197,7 @@ def _exit(code: int) -> NoReturn:
 
 def _make_backend(spec: engine_pb.ModelSpec, options: config.Config) -> Backend:
     if spec.backend == engine_pb.BACKEND_SIMULATED:
-        return SimulatedBackend(spec, load_profile(spec.profile), waiting_max=options.waiting_max)
+        return SimulatedBackend(spec, load_profile(spec.profile), waiting_max=options.requests_max)
     from forebay_engine.runner.vllm.backend import VllmBackend
 
     return VllmBackend(spec, options)

@@ -5,6 +5,7 @@ vLLM is imported when a model is loaded, not with this module: that takes second
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import logging
 import os
@@ -19,6 +20,8 @@ from forebay_engine.config import Config
 from forebay_engine.core import link
 from forebay_engine.runner.backend import Call, Delta, Loaded, Phase, SendFrame
 from forebay_engine.runner.vllm.arguments import CPU_ENVIRONMENT, ENVIRONMENT, vllm_arguments
+from forebay_engine.runner.vllm.cores import leave_worker_cores
+from forebay_engine.runner.vllm.merging import Merging
 from forebay_engine.runner.vllm.openai_app import OpenAIApp
 from forebay_engine.runner.vllm.phases import hear_phases
 
@@ -36,6 +39,7 @@ class VllmBackend:
         self._stats: Any = None
         self._app: OpenAIApp | None = None
         self._direct: Any = None
+        self._merging = Merging(from_running=config.merge_running, tokens=config.merge_tokens)
         self._embeds = spec.task == engine_pb.TASK_EMBED
 
     async def load(self, report: Callable[[Phase], None]) -> Loaded:
@@ -56,10 +60,17 @@ class VllmBackend:
         with hear_phases(report):
             built = await asyncio.to_thread(engine_module.build_engine, arguments)
         self._engine, self._stats = built.engine, built.stats
+        if on_cpu:
+            leave_worker_cores([process.pid for process in self._core_processes()])
         self._app = OpenAIApp(
-            await engine_module.build_openai_app(built, self._merge), model=self._spec.model_version
+            await engine_module.build_openai_app(built, self._merging),
+            model=self._spec.model_version,
         )
-        self._direct = direct_module.DirectCalls(built.engine, self._merge)
+        self._direct = direct_module.DirectCalls(built.engine, self._merging)
+        # What is loaded now stays: otherwise a full collection looks through all of it, and every
+        # stream pauses for half a second.
+        gc.collect()
+        gc.freeze()
         loaded: Loaded = built.loaded(can_sleep=not on_cpu)
         return loaded
 
@@ -78,7 +89,8 @@ class VllmBackend:
     async def call_openai(self, path: str, body: bytes, call: Call, send: SendFrame) -> None:
         """Answer through vLLM's own app."""
         assert self._app is not None
-        await self._app.call(path, body, call, send)
+        with self._merging.call():
+            await self._app.call(path, body, call, send)
 
     def load_now(self) -> link.Load:
         """Return what the engine's last step told."""
@@ -101,8 +113,7 @@ class VllmBackend:
         """
         loop = asyncio.get_running_loop()
         gone = asyncio.Event()
-        manager = self._engine.engine_core.resources.engine_manager
-        sentinels = [process.sentinel for process in manager.processes]
+        sentinels = [process.sentinel for process in self._core_processes()]
         for sentinel in sentinels:
             loop.add_reader(sentinel, gone.set)
         try:
@@ -122,11 +133,8 @@ class VllmBackend:
         put in order.
         """
 
-    def _merge(self, params: Any) -> None:
-        """Under load, let vLLM give a stream several tokens at a time: less work per token."""
-        merged = self._config.merge_tokens
-        if merged > 1 and self._stats.load.running >= self._config.merge_running:
-            params.stream_interval = max(params.stream_interval or 1, merged)
+    def _core_processes(self) -> list[Any]:
+        return list(self._engine.engine_core.resources.engine_manager.processes)
 
     def _require(self, *, embeds: bool) -> None:
         if self._embeds is not embeds:

@@ -6,7 +6,7 @@ same tokens.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from forebay.inference.v1 import inference_service_pb2 as pb
@@ -17,6 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from forebay_engine.runner.backend import Call, Delta, Logprob
 from forebay_engine.runner.vllm.engine_errors import translate
+from forebay_engine.runner.vllm.merging import Merging
 from forebay_engine.runner.vllm.observed import note_output
 
 _INPUTS_MAX = 2048
@@ -40,9 +41,9 @@ _SAME = (
 class DirectCalls:
     """Calls of the contract's own methods on one engine."""
 
-    def __init__(self, engine: Any, merge: Callable[[Any], None]) -> None:
+    def __init__(self, engine: Any, merging: Merging) -> None:
         self._engine = engine
-        self._merge = merge
+        self._merging = merging
         self._renderer = engine.renderer
         self._context_tokens = engine.model_config.max_model_len
         self._defaults = engine.model_config.get_diff_sampling_param()
@@ -52,22 +53,23 @@ class DirectCalls:
     ) -> AsyncGenerator[Delta, None]:
         """Answer a prompt."""
         try:
-            prompt = await self._render(request)
-            params = self._sampling(request.sampling, len(prompt["prompt_token_ids"]))
-            self._merge(params)
-            outputs = self._engine.generate(prompt, params, call.request_id)
-            started = False
-            async with contextlib.aclosing(outputs):
-                async for output in outputs:
-                    note_output(call, output, started=started)
-                    started = True
-                    (completion,) = output.outputs
-                    yield Delta(
-                        completion.text,
-                        completion.token_ids,
-                        _logprobs(completion, params.logprobs),
-                        completion.finish_reason,
-                    )
+            with self._merging.call():
+                prompt = await self._render(request)
+                params = self._sampling(request.sampling, len(prompt["prompt_token_ids"]))
+                self._merging.shape(params)
+                outputs = self._engine.generate(prompt, params, call.request_id)
+                started = False
+                async with contextlib.aclosing(outputs):
+                    async for output in outputs:
+                        note_output(call, output, started=started)
+                        started = True
+                        (completion,) = output.outputs
+                        yield Delta(
+                            completion.text,
+                            completion.token_ids,
+                            _logprobs(completion, params.logprobs),
+                            completion.finish_reason,
+                        )
         except Exception as error:
             raise translate(error, request.SerializeToString()) from error
 

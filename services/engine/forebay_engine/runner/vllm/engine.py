@@ -1,7 +1,6 @@
 """Builds vLLM's AsyncLLM and its OpenAI app. Importing this module imports vLLM."""
 
 from argparse import Namespace
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +17,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor import Executor
 
 from forebay_engine.runner.backend import Loaded
+from forebay_engine.runner.vllm.merging import Merging
 from forebay_engine.runner.vllm.observed import ObservedEngine
 from forebay_engine.runner.vllm.stats import StepStats
 
@@ -68,16 +68,16 @@ def build_engine(command_line: list[str]) -> Built:
     return Built(engine, stats, arguments)
 
 
-async def build_openai_app(built: Built, merge: Callable[[Any], None]) -> Any:
+async def build_openai_app(built: Built, merging: Merging) -> Any:
     """Return vLLM's OpenAI app over the engine, which it reaches through `ObservedEngine`.
 
     Args:
         built: the engine.
-        merge: may make a request's sampling parameters put several tokens into one result.
+        merging: shapes the requests that the app makes.
     """
     tasks = await built.engine.get_supported_tasks()
     app = build_app(built.arguments, tasks, built.engine.model_config)
-    engine = ObservedEngine(built.engine, merge)
+    engine = ObservedEngine(built.engine, merging)
     await init_app_state(engine, app.state, built.arguments, tasks)
     # vLLM asks its HTTP server to stop when the engine is dead; the runner sees that by itself.
     app.state.server = SimpleNamespace(should_exit=False)

@@ -14,6 +14,7 @@ from typing import Any
 from vllm.engine.protocol import EngineClient
 
 from forebay_engine.runner.backend import Call
+from forebay_engine.runner.vllm.merging import Merging
 
 
 class Observation:
@@ -90,16 +91,16 @@ CURRENT: ContextVar[Observation | None] = ContextVar("forebay_observation", defa
 class ObservedEngine:
     """An engine client that forwards everything to another one, and lets calls be observed."""
 
-    def __init__(self, engine: Any, merge: Callable[[Any], None]) -> None:
+    def __init__(self, engine: Any, merging: Merging) -> None:
         self._engine = engine
-        self._merge = merge
+        self._merging = merging
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         """Generate, observed."""
-        self._merge(sampling_params)
+        self._merging.shape(sampling_params)
         outputs = self._engine.generate(prompt, sampling_params, *args, **kwargs)
         observation = CURRENT.get()
         if observation is None:
