@@ -20,7 +20,7 @@ from rich.live import Live
 from forebay_client.cli.progress_view import progress, quick_start
 from forebay_client.cli.where import state_dir_option
 from forebay_client.fleet import launch
-from forebay_client.fleet.config import PREFIX, Config
+from forebay_client.fleet.config import PREFIX, Config, drain_timeout_s
 from forebay_client.fleet.core import plan
 from forebay_client.fleet.core.progress import news
 from forebay_client.fleet.core.state import Fleet, Phase
@@ -237,9 +237,10 @@ def _most(replicas: int, most: int | None, warm: int | None, *, simulated: bool)
 
 
 def _follow(console: Console, states: Iterator[Fleet]) -> None:
+    began_s = time.monotonic()
     fleet = _show(console, states)
     assert fleet is not None, "a start ends with a state or raises"
-    console.print(f"ready in {fleet.ready_in_s or 0:.1f} s")
+    console.print(f"ready in {time.monotonic() - began_s:.1f} s")
     console.print(quick_start(fleet, command=_command()), soft_wrap=True)
 
 
@@ -271,8 +272,8 @@ def _stop(directory: Directory) -> None:
 
 def _stop_timeout_s() -> float:
     config = configs.load(Config, PREFIX, os.environ)
-    # Four services, one after the other, at the very worst.
-    return 4 * (config.drain_timeout_s + config.stop_timeout_s) + 10
+    # Four services, one after the other, and two steps each, at the very worst.
+    return 8 * (drain_timeout_s(os.environ) + config.stop_timeout_s) + 10
 
 
 def _stay(console: Console, process: subprocess.Popen[bytes]) -> int:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
-from forebay_common.config import option
+from forebay_common.config import load_common, option
 
 PREFIX = "FOREBAY_FLEET"
 
@@ -18,12 +19,6 @@ class Config:
         "How long a fleet may take until its models answer, in seconds; raise it for large models.",
         minimum=1,
         maximum=7200,
-    )
-    drain_timeout_s: float = option(
-        10.0,
-        "How long requests in flight may go on after `forebay down`, in seconds.",
-        minimum=0,
-        maximum=3600,
     )
     stop_timeout_s: float = option(
         15.0,
@@ -64,3 +59,12 @@ class Config:
         minimum=1 << 20,
     )
     span_age_s_max: float = option(86400.0, "How long it keeps a trace, in seconds.", minimum=60)
+
+
+_DRAIN_TIMEOUT_S = "10"
+
+
+def drain_timeout_s(environ: Mapping[str, str]) -> float:
+    """How long requests may go on after `forebay down`: `FOREBAY_DRAIN_TIMEOUT_S` as every service
+    reads it, but less by default, because somebody waits at a terminal."""
+    return load_common({"FOREBAY_DRAIN_TIMEOUT_S": _DRAIN_TIMEOUT_S, **environ}).drain_timeout_s

@@ -100,9 +100,11 @@ class ServiceLoop:
             signal_process(self._identity, signal.SIGTERM)
         _, pending = await asyncio.wait({running}, timeout=timeout_s)
         if pending and self._identity is not None:
-            # Its session: what it started in it must not outlive it.
+            # Its session: what it started in it must not outlive it. It has none of its own yet if
+            # it hangs on the way to its command.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._identity.pid, signal.SIGKILL)
+            signal_process(self._identity, signal.SIGKILL)
         await running
 
     async def _live(self, began_s: float) -> int:

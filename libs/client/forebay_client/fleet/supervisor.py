@@ -25,7 +25,7 @@ from forebay_common import telemetry
 from forebay_common.server import run
 
 from forebay_client.fleet import load_loop, ports, probes
-from forebay_client.fleet.config import PREFIX, Config
+from forebay_client.fleet.config import PREFIX, Config, drain_timeout_s
 from forebay_client.fleet.core import plan
 from forebay_client.fleet.core.restart import RestartPolicy
 from forebay_client.fleet.core.state import Fleet, Load, Phase, Service, ServiceState
@@ -54,6 +54,7 @@ class Supervisor:
         self._directory = directory
         self._options = options
         self._config = config
+        self._drain_timeout_s = drain_timeout_s(os.environ)
         self._began_s = time.monotonic()
         self._policy = RestartPolicy(
             first_s=config.restart_first_s,
@@ -135,7 +136,7 @@ class Supervisor:
             addresses,
             self._options,
             state_dir=str(self._directory.path),
-            drain_timeout_s=self._config.drain_timeout_s,
+            drain_timeout_s=self._drain_timeout_s,
             environ=os.environ,
         )
         self._say(
@@ -150,6 +151,7 @@ class Supervisor:
             addresses,
             python=sys.executable,
             state_dir=str(self._directory.path),
+            stop_grace_s=self._drain_timeout_s + self._config.stop_timeout_s,
         )
         started = [self._run_service(one) for one in plans]
         await self._until_ready(started)
@@ -271,7 +273,8 @@ class Supervisor:
                 await asyncio.to_thread(trim, path, bytes_max=self._config.log_bytes_max)
 
     async def _stop(self) -> None:
-        timeout_s = self._config.drain_timeout_s + self._config.stop_timeout_s
+        # Twice, because a replica's batcher and its engine end one after the other.
+        timeout_s = 2 * (self._drain_timeout_s + self._config.stop_timeout_s)
         for loop, task in reversed(self._loops):
             await loop.stop(timeout_s=timeout_s, running=task)
         if self._receiver is not None:

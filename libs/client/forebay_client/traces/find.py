@@ -42,7 +42,7 @@ def find(path: Path, name: str, patience: Patience | None = None) -> tuple[Span,
         now = time.monotonic()
         if len(found) != len(spans):
             spans, grew_s = found, now
-        settled = bool(spans) and is_whole(spans) and _is_quiet(spans, now - grew_s, patience)
+        settled = bool(spans) and _is_settled(spans, now - grew_s, patience)
         if settled or now >= until:
             return spans
         time.sleep(_LOOK_INTERVAL_S)
@@ -63,7 +63,9 @@ def _read(path: Path, name: str) -> tuple[Span, ...]:
     return spans if trace_id == name.lower() else of_request(spans, name)
 
 
-def _is_quiet(spans: tuple[Span, ...], since_growth_s: float, patience: Patience) -> bool:
+def _is_settled(spans: tuple[Span, ...], since_growth_s: float, patience: Patience) -> bool:
     ended_s_ago = time.time() - max(span.end_unix_ns for span in spans) / 1e9
-    # What ended long ago has been exported long ago.
-    return since_growth_s >= patience.quiet_s or ended_s_ago >= 2 * patience.quiet_s + 1.0
+    # What ended long ago has been exported long ago, or never will be.
+    if ended_s_ago > patience.longest_s:
+        return True
+    return is_whole(spans) and since_growth_s >= patience.quiet_s

@@ -19,6 +19,8 @@ _SPAN_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_END
 _SPAN_DELAY_MS = 200
 _REQUESTS_PER_REPLICA = 32
 _SCALE_DOWN_WINDOW_S = 60
+_ORDER_TIMEOUT_S = 150
+"""Without the time that a replica's two processes may take to end: more than its drain."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ def environment(
     told.pop("FOREBAY_INSTANCE_ID", None)
     told["FOREBAY_ETCD_ENDPOINTS"] = ",".join(addresses.etcd)
     told["FOREBAY_NAMESPACE"] = options.namespace
-    told.setdefault("FOREBAY_DRAIN_TIMEOUT_S", f"{drain_timeout_s:g}")
+    told["FOREBAY_DRAIN_TIMEOUT_S"] = f"{drain_timeout_s:g}"
     told[STATE_DIR_VARIABLE] = state_dir
     if addresses.spans:
         told["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://{addresses.spans}"
@@ -127,9 +129,17 @@ def environment(
 
 
 def services(
-    options: Options, addresses: Addresses, *, python: str, state_dir: str
+    options: Options, addresses: Addresses, *, python: str, state_dir: str, stop_grace_s: float
 ) -> tuple[ServicePlan, ...]:
-    """The processes beside etcd, in the order in which they are stopped last to first."""
+    """The processes beside etcd. They are stopped in the opposite order.
+
+    Args:
+        options: what the fleet shall be.
+        addresses: where each listens.
+        python: the interpreter.
+        state_dir: the fleet's directory.
+        stop_grace_s: how long a replica's process may take to end, in seconds.
+    """
 
     def module(name: str) -> tuple[str, ...]:
         return (python, "-m", f"forebay_{name}")
@@ -154,6 +164,8 @@ def services(
                 "FOREBAY_AUTOSCALER_LAUNCHER": "local",
                 "FOREBAY_AUTOSCALER_STATE_DIR": f"{state_dir}/replicas",
                 "FOREBAY_AUTOSCALER_STOP_REPLICAS_ON_EXIT": "true",
+                "FOREBAY_AUTOSCALER_STOP_GRACE_S": f"{stop_grace_s:g}",
+                "FOREBAY_AUTOSCALER_ORDER_TIMEOUT_S": f"{_ORDER_TIMEOUT_S + 2 * stop_grace_s:g}",
             },
             addresses.autoscaler,
             "forebay.autoscaler.v1.AutoscalerService",
