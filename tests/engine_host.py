@@ -45,12 +45,16 @@ class EngineHost:
         return [event async for event in self.stub.LoadModel(pb.LoadModelRequest(spec=spec))]
 
     async def until(
-        self, reached: Callable[[pb.ModelStatus], bool], *, model_version: str = "tiny@1"
+        self,
+        reached: Callable[[pb.ModelStatus], bool],
+        *,
+        model_version: str = "tiny@1",
+        bound_s: float = BOUND_S,
     ) -> pb.ModelStatus:
         """Watch until a version's status is as wanted, and return it."""
         watch = self.stub.WatchEngine(pb.WatchEngineRequest(load_interval_ms=10))
         try:
-            async with asyncio.timeout(BOUND_S):
+            async with asyncio.timeout(bound_s):
                 async for state in watch:
                     for status in state.models:
                         if status.spec.model_version == model_version and reached(status):

@@ -39,9 +39,11 @@ async def serve(stopping: asyncio.Event) -> None:
     telemetry.configure("engine", instance_id=common.instance_id, log_level=common.log_level)
     become_subreaper()
     with tempfile.TemporaryDirectory(prefix="forebay-") as private:
+        socket_dir = Path(config.socket_dir or private)
+        socket_dir.mkdir(parents=True, exist_ok=True, mode=0o700)  # noqa: ASYNC240 - at start
         host = Host(
             config,
-            socket_dir=Path(config.socket_dir or private),
+            socket_dir=socket_dir,
             canaries=CanaryStore(
                 Path(config.canary_dir) if config.canary_dir else default_directory()
             ),
@@ -54,7 +56,8 @@ async def serve(stopping: asyncio.Event) -> None:
         pb_grpc.add_EngineServiceServicer_to_server(servicer, grpc_server.grpc)
         grpc_server.offer(_SERVICE)
         expose(host)
-        telemetry.serve_metrics(config.metrics_listen)
+        if metrics := telemetry.serve_metrics(config.metrics_listen):
+            _log.info("metrics on %s", metrics)
         address = await grpc_server.listen(config.listen)
         grpc_server.set_ready(_SERVICE, True)
         _log.info("listening on %s", address)

@@ -42,6 +42,7 @@ class Host:
         self._runner_environ = runner_environ
         self._keepers: dict[str, Keeper] = {}
         self._admission = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
 
     def keeper(self, model_version: str) -> Keeper:
         """Return the keeper of a version that is not COLD. Raises ForebayError MODEL_NOT_LOADED."""
@@ -119,8 +120,8 @@ class Host:
         await asyncio.gather(*(self.unload(name, grace_s) for name in list(self._keepers)))
 
     def statuses(self) -> list[pb.ModelStatus]:
-        """Return every version that is not COLD, by name."""
-        now = asyncio.get_running_loop().time()
+        """Return every version that is not COLD, by name. Callable from any thread."""
+        now = self._loop.time()
         return [
             keeper.status(now)
             for _, keeper in sorted(self._keepers.items())

@@ -4,7 +4,10 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
+import sys
 import time
+import urllib.request
 from pathlib import Path
 
 import grpc
@@ -321,3 +324,46 @@ def a_prompt(*, max_tokens: int = 4) -> inference.GenerateRequest:
         text="the river",
         sampling=inference.SamplingOptions(max_tokens=max_tokens, ignore_eos=True),
     )
+
+
+async def test_metrics_tell_state_restarts_and_phases(tmp_path: Path) -> None:
+    port = free_port()
+    options = {"metrics_listen": f"127.0.0.1:{port}", "restart_first_s": 0.01}
+    async with running_host(tmp_path, [a_spec()], **options) as host:
+        status = await host.until_active()
+        os.kill(status.runner_pid, signal.SIGKILL)
+        await host.until(lambda s: s.state == pb.MODEL_STATE_ACTIVE and s.generation == 2)
+        page = await asyncio.to_thread(read, f"http://127.0.0.1:{port}/metrics")
+    assert 'forebay_engine_model_state{model_version="tiny@1",state="ACTIVE"} 1.0' in page
+    assert 'forebay_engine_runner_restarts_total{model_version="tiny@1"} 1.0' in page
+    assert 'forebay_engine_load_phase_seconds{model_version="tiny@1",phase="IMPORT"}' in page
+    assert 'forebay_engine_generated_tokens_total{model_version="tiny@1"}' in page
+
+
+def read(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        return str(answer.read().decode())
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+async def test_wrong_load_option_ends_the_process_and_names_the_variable(tmp_path: Path) -> None:
+    environ = {**os.environ, "FOREBAY_ENGINE_LOAD": '[{"modelVersion": "No Name"}]'}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "forebay_engine", env=environ, stderr=asyncio.subprocess.PIPE
+    )
+    _, errors = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode != 0
+    assert b"FOREBAY_ENGINE_LOAD: No Name" in errors
+
+
+async def test_runner_inherits_nothing_of_the_host(host: EngineHost) -> None:
+    status = await host.until_active()
+    links = [str(entry.readlink()) for entry in Path(f"/proc/{host.process.pid}/fd").iterdir()]
+    sockets = {link for link in links if link.startswith("socket:")}
+    theirs = {str(entry.readlink()) for entry in Path(f"/proc/{status.runner_pid}/fd").iterdir()}
+    assert not sockets & theirs

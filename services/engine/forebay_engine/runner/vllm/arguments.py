@@ -44,6 +44,8 @@ def vllm_arguments(spec: pb.ModelSpec, *, on_cpu: bool, kv_cache_bytes: int) -> 
         arguments += ["--kv-cache-memory-bytes", str(cache_bytes)]
     if on_cpu:
         arguments.append("--enforce-eager")
+    else:
+        arguments.append("--enable-sleep-mode")
     if spec.task == pb.TASK_EMBED:
         # An encoder has no KV cache to look a prefix up in.
         arguments += ["--runner", "pooling", "--no-enable-prefix-caching"]
