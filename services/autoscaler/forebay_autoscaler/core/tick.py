@@ -85,21 +85,28 @@ def on_tick(policy: Policy, limits: Limits, state: PoolState, observation: Obser
     recent = state.demands or ((now_s, len(fleet.active)),)
     window_s = policy.scale_down_window_s
     recent = demands.remember(recent, demanded, now_s=now_s, window_s=window_s)
-    desired, reason = demands.clamp(
-        demanded,
-        demands.Situation(
-            policy=policy,
-            limits=limits,
-            active=len(fleet.active),
-            missing=requests.count(None),
-            is_draining=bool(fleet.draining),
-            recent_demand=max(wanted for _, wanted in recent),
-        ),
+    situation = demands.Situation(
+        policy=policy,
+        limits=limits,
+        active=len(fleet.active),
+        missing=requests.count(None),
+        is_draining=bool(fleet.draining),
+        recent_demand=max(wanted for _, wanted in recent),
     )
+    desired, reason = demands.clamp(demanded, situation)
+    # One that leaves holds the next one back; what is only held back needs no warm pool behind it.
+    unheld, _ = demands.clamp(demanded, dataclasses.replace(situation, is_draining=False))
     effects: tuple[Effect, ...] = ()
     if not policy.paused:
         effects, held_by = _orders(
-            policy, limits, state, observation, fleet=fleet, late=late, desired=desired
+            policy,
+            limits,
+            state,
+            observation,
+            fleet=fleet,
+            late=late,
+            desired=desired,
+            needed=min(desired, unheld),
         )
         if held_by:
             reason = held_by
@@ -303,10 +310,15 @@ def _orders(
     fleet: _Fleet,
     late: frozenset[str],
     desired: int,
+    needed: int,
 ) -> tuple[tuple[Effect, ...], str]:
-    """What to order, and the reason why launches that are needed are held back, if they are."""
+    """What to order, and the reason why launches that are needed are held back, if they are.
+
+    Args:
+        needed: of the desired active replicas, those that are wanted beyond the next drain.
+    """
     standby_target = min(policy.standby_replicas, policy.max_replicas - desired)
-    wanted = desired + standby_target
+    wanted = needed + standby_target
     claimed = _claims(state, fleet, desired)
     leaving = None
     if not fleet.draining and not late:
