@@ -115,7 +115,6 @@ def test_both_protocols_answer(commands: _Commands, started: str) -> None:
         assert answer.usage.completion_tokens <= 12
         assert answer.text
         assert answer.system_fingerprint.startswith("simulated")
-        assert answer.replica
         vectors = client.embed("simulated-embed", ["a", "b"]).vectors
         assert len(vectors) == 2
         assert {model.name for model in client.models()} == {"simulated", "simulated-embed"}

@@ -12,7 +12,7 @@ import pytest
 from forebay_client.fleet.core.restart import RestartPolicy
 from forebay_client.fleet.core.state import Process, Service, ServiceState
 from forebay_client.fleet.directory import trim
-from forebay_client.fleet.processes import attached_command, end, identify, is_alive, wait_gone
+from forebay_client.fleet.processes import end, identify, is_alive
 from forebay_client.fleet.service_loop import ServiceLoop
 
 pytestmark = pytest.mark.integration
@@ -97,24 +97,6 @@ async def test_a_service_can_be_stopped_before_it_runs(tmp_path: Path) -> None:
     assert watched.services[-1].state is ServiceState.STOPPED
 
 
-def test_what_is_attached_dies_with_its_parent_even_when_that_is_killed() -> None:
-    child = [sys.executable, "-c", _SLEEP]
-    script = (
-        "import subprocess, sys, time\n"
-        "from forebay_client.fleet.processes import attached_command\n"
-        f"process = subprocess.Popen(attached_command({child!r}), stdout=subprocess.PIPE)\n"
-        "process.stdout.readline()\n"
-        "print(process.pid, flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        grandchild = identify(int(parent.stdout.readline()))
-        assert grandchild is not None
-        parent.kill()
-    assert wait_gone([grandchild], timeout_s=_BOUND_S) == []
-
-
 def test_another_process_of_the_same_number_is_never_signalled() -> None:
     with subprocess.Popen([sys.executable, "-c", _SLEEP], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -125,14 +107,6 @@ def test_another_process_of_the_same_number_is_never_signalled() -> None:
         assert is_alive(real)
         assert end([real], grace_s=_BOUND_S) == []
     assert not is_alive(real)
-
-
-def test_who_attaches_to_a_parent_that_is_gone_does_not_start() -> None:
-    command = attached_command([sys.executable, "-c", "print('ran')"])
-    command[command.index(str(os.getpid()))] = "1"
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "ran" not in done.stdout
 
 
 def test_a_log_that_grows_too_large_is_moved_aside_and_written_on(tmp_path: Path) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from forebay_client.fleet.core.plan import Options, decode_options, encode_options
 from forebay_client.fleet.core.state import Fleet, decode, encode
+
+_LOOK_INTERVAL_S = 0.1
 
 
 class Directory:
@@ -55,13 +58,24 @@ class Directory:
         self._options.write_text(encode_options(options))
 
     @contextlib.contextmanager
-    def hold(self) -> Iterator[None]:
-        """Be the only supervisor here. BlockingIOError when another one is.
+    def hold(self, *, wait_s: float = 0) -> Iterator[None]:
+        """Be the only one here who may start and end a fleet's processes.
 
         The lock goes with the process, however it ends.
+
+        Raises:
+            BlockingIOError: somebody else held it for longer than `wait_s`.
         """
+        until = time.monotonic() + wait_s
         with (self.path / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= until:
+                        raise
+                time.sleep(_LOOK_INTERVAL_S)
             yield
 
     def log(self, name: str) -> Path:

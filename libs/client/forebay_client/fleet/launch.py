@@ -17,7 +17,6 @@ from forebay_client.fleet.core.log_tail import reason_in
 from forebay_client.fleet.core.state import Fleet, Phase
 from forebay_client.fleet.directory import Directory, last_lines
 from forebay_client.fleet.processes import (
-    attached_command,
     end,
     is_alive,
     of_fleet,
@@ -27,6 +26,7 @@ from forebay_client.fleet.processes import (
 _LOOK_INTERVAL_S = 0.1
 _FIRST_STATE_S = 30.0
 """How long a supervisor may take to say anything."""
+_LEFTOVER_GRACE_S = 5.0
 _MANIFEST = "forebay-manifest.json"
 
 
@@ -41,20 +41,33 @@ def running(directory: Directory) -> Fleet | None:
 
 
 def clear_leftovers(directory: Directory) -> int:
-    """End what a supervisor that was killed has left behind; returns how many processes.
+    """End what a supervisor that was killed has left behind, and forget its fleet.
+
+    Returns:
+        How many processes there were.
 
     Raises:
-        FleetError: a process cannot be ended.
+        FleetError: one cannot be ended.
+    """
+    ended = end_leftovers(directory)
+    directory.forget()
+    return ended
+
+
+def end_leftovers(directory: Directory) -> int:
+    """End every process of a fleet whose supervisor is gone; returns how many there were.
+
+    Raises:
+        FleetError: one cannot be ended.
     """
     fleet = directory.read()
     recorded = [s.process for s in fleet.services if s.process] if fleet else []
     left = {one.pid: one for one in (*recorded, *of_fleet(directory.path)) if is_alive(one)}
-    remaining = end(left.values(), grace_s=5.0)
+    remaining = end(left.values(), grace_s=_LEFTOVER_GRACE_S)
     if remaining:
         raise FleetError(
             f"left over from an earlier run, and cannot be ended: process {remaining[0].pid}"
         )
-    directory.forget()
     return len(left)
 
 
@@ -105,20 +118,21 @@ def launch(
     Args:
         directory: where its state is kept.
         options: what it shall run.
-        foreground: it ends with this process; otherwise it goes on without it.
+        foreground: it stops when this process ends; otherwise it goes on without it.
     """
     directory.create()
     directory.write_options(options)
     directory.forget()
     command = [sys.executable, "-m", "forebay_client.fleet.supervisor"]
     command += ["--state-dir", str(directory.path)]
+    command += ["--while-stdin"] if foreground else []
     with directory.log("supervisor").open("ab") as log:
         return subprocess.Popen(
-            attached_command(command) if foreground else command,
-            stdin=subprocess.DEVNULL,
+            command,
+            stdin=subprocess.PIPE if foreground else subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            start_new_session=not foreground,
+            start_new_session=True,
             # gRPC's fork handlers can leave a child of it hanging on a lock before it has become
             # its command.
             env={**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "0"},

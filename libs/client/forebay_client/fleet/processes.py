@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,13 +14,7 @@ from pathlib import Path
 from forebay_client.fleet.core.plan import STATE_DIR_VARIABLE
 from forebay_client.fleet.core.state import Process
 
-_ATTACHED = str(Path(__file__).with_name("attached.py"))
 _PROC = Path("/proc")
-
-
-def attached_command(command: Iterable[str]) -> list[str]:
-    """The same command, ended when this process dies."""
-    return [sys.executable, "-I", "-S", _ATTACHED, str(os.getpid()), *command]
 
 
 def identify(pid: int) -> Process | None:

@@ -14,7 +14,7 @@ from forebay_client.fleet.core.log_tail import reason_in
 from forebay_client.fleet.core.restart import RestartPolicy, Restarts
 from forebay_client.fleet.core.state import Process, Service, ServiceState
 from forebay_client.fleet.directory import last_lines
-from forebay_client.fleet.processes import attached_command, identify, signal_process
+from forebay_client.fleet.processes import identify, signal_process
 
 Report = Callable[[Service], None]
 Probe = Callable[[], Awaitable[None]]
@@ -100,22 +100,22 @@ class ServiceLoop:
             signal_process(self._identity, signal.SIGTERM)
         _, pending = await asyncio.wait({running}, timeout=timeout_s)
         if pending and self._identity is not None:
-            # Its session: what it started in it must not outlive it. It has none of its own yet if
-            # it hangs on the way to its command.
+            # Its session: what it started in it must not outlive it.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._identity.pid, signal.SIGKILL)
-            signal_process(self._identity, signal.SIGKILL)
         await running
 
     async def _live(self, began_s: float) -> int:
         """One life of the process; returns its exit status."""
         with self._log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *attached_command(self._command),
+                *self._command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env=self._environ,
+                # Ctrl-C at a terminal reaches the supervisor alone, which stops things in order.
+                start_new_session=True,
             )
         self._identity = identify(process.pid)
         self._said(ServiceState.STARTING)

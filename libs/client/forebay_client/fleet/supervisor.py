@@ -14,9 +14,10 @@ import dataclasses
 import logging
 import os
 import shutil
+import subprocess
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,10 @@ from forebay_client.traces.store import Bounds, SpanWriter
 
 _log = logging.getLogger(__name__)
 _CARE_INTERVAL_S = 5.0
+_EXTERNAL_WAIT_S = 5.0
+_HOLD_WAIT_S = 20.0
+"""As long as the reaper of a killed supervisor may need."""
+_REAPER = str(Path(__file__).with_name("reaper.py"))
 ETCD = "etcd"
 
 
@@ -209,7 +214,7 @@ class Supervisor:
     async def _find_external_etcd(self) -> None:
         endpoints = self._options.etcd_endpoints
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(_EXTERNAL_WAIT_S):
                 await probes.stores(endpoints, self._options.namespace)
         except TimeoutError:
             raise StartError(f"no etcd answers at {', '.join(endpoints)} (--etcd)") from None
@@ -311,6 +316,7 @@ def main() -> int:
     """Run a fleet; returns 0 when it was stopped, 1 when it could not be started."""
     parser = argparse.ArgumentParser(prog="python -m forebay_client.fleet.supervisor")
     parser.add_argument("--state-dir", type=Path, required=True)
+    parser.add_argument("--while-stdin", action="store_true", help="stop when standard input ends")
     arguments = parser.parse_args()
     directory = Directory(arguments.state_dir)
     config = configs.load(Config, PREFIX, os.environ)
@@ -319,17 +325,35 @@ def main() -> int:
 
     async def entry(stopping: asyncio.Event) -> None:
         nonlocal succeeded
+        if arguments.while_stdin:
+            asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stopping.set)
         supervisor = Supervisor(directory, directory.read_options(), config)
         succeeded = await supervisor.run(stopping)
 
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(directory.hold())
+            held.enter_context(directory.hold(wait_s=_HOLD_WAIT_S))
         except BlockingIOError:
             print("another supervisor runs a fleet in this directory", file=sys.stderr)
             return 1
+        held.enter_context(_reaped(directory))
         run(entry)
     return 0 if succeeded else 1
+
+
+@contextlib.contextmanager
+def _reaped(directory: Directory) -> Iterator[None]:
+    """Have somebody at hand who cleans up if this process is killed meanwhile."""
+    with subprocess.Popen(
+        [sys.executable, _REAPER, str(directory.path)],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    ) as reaper:
+        assert reaper.stdin is not None, "a pipe was asked for"
+        yield
+        with contextlib.suppress(BrokenPipeError):
+            reaper.stdin.write(b"\n")
+            reaper.stdin.flush()
 
 
 if __name__ == "__main__":
