@@ -169,7 +169,9 @@ class Supervisor:
                 attempts=self._config.start_attempts,
             )
         except load_loop.LoadFailedError as error:
-            raise StartError(f"{error}; see the logs in {self._directory.path}") from None
+            raise StartError(
+                f"{error}; see the logs in {self._directory.path}/replicas/logs"
+            ) from None
 
     async def _start_spans(self) -> str:
         if plan.exports_elsewhere(os.environ):
