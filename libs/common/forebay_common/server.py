@@ -24,6 +24,7 @@ from forebay_common.errors import ForebayError, Reason, abort
 
 _log = logging.getLogger(__name__)
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_SAME_WISH_S = 1.0
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -244,18 +245,24 @@ def run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
 
     Args:
         main: gets an event that SIGTERM or SIGINT sets. It should drain and return; the process
-            then exits with 0. A second signal ends the process at once.
+            then exits with 0. A signal more than a second later ends the process at once; sooner,
+            it is taken for the same wish, sent to a process and to its group.
     """
 
     async def entry() -> None:
         stopping = asyncio.Event()
         loop = asyncio.get_running_loop()
+        asked_s = 0.0
 
         def on_signal(number: signal.Signals) -> None:
-            _log.info("%s: draining", number.name)
-            stopping.set()
-            for each in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(each)
+            nonlocal asked_s
+            if not stopping.is_set():
+                _log.info("%s: draining", number.name)
+                stopping.set()
+                asked_s = loop.time()
+            elif loop.time() - asked_s > _SAME_WISH_S:
+                loop.remove_signal_handler(number)
+                signal.raise_signal(number)
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)

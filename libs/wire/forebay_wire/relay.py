@@ -34,9 +34,13 @@ _PASSED_ON = (md.USAGE, md.REPLICA, md.REQUEST_ID)
 class Relay:
     """Carries requests to where its policy sends them, and their answers back."""
 
-    def __init__(self, policy: Policy, channels: ChannelPool) -> None:
+    def __init__(
+        self, policy: Policy, channels: ChannelPool, *, trailing: md.Metadata = ()
+    ) -> None:
+        """`trailing` is what this hop adds to the trailing metadata of each answer."""
         self._policy = policy
         self._channels = channels
+        self._trailing = trailing
 
     async def stream(
         self, head: Head, message: bytes, progress: Progress | None = None
@@ -66,12 +70,12 @@ class Relay:
                         progress.messages += 1
                         progress.message_bytes += len(part)
                         yield part
-                    await _settle(attempt, progress)
+                    await self._settle(attempt, progress)
                     outcome = Outcome.SUCCEEDED
                     return
                 except grpc.RpcError as rpc_error:
                     error = _read_failure(rpc_error, head)
-                    progress.trailing = _forebay_only(_trailing_of(rpc_error))
+                    progress.trailing = self._trailing + _forebay_only(_trailing_of(rpc_error))
                 finally:
                     attempt.cancel()
                 decision = await self._policy.on_failure(head, route, error, progress)
@@ -94,6 +98,11 @@ class Relay:
         assert len(parts) == 1, "a unary call gives one message"
         return parts[0]
 
+    async def _settle(self, attempt: Any, progress: Progress) -> None:
+        progress.trailing = self._trailing + _forebay_only(await attempt.trailing_metadata())
+        usage = dict(progress.trailing).get(md.USAGE)
+        progress.usage = md.Usage.decode(usage) if usage is not None else None
+
     def _start(self, head: Head, route: Route, message: bytes) -> Any:
         timeout_s = None if route.deadline is None else max(0.0, route.deadline - time.monotonic())
         method = self._channels.raw_method(
@@ -113,12 +122,6 @@ async def _messages(attempt: Any, method: Method) -> AsyncIterator[bytes]:
     # `read` instead of iteration: one coroutine less per message.
     while (part := await attempt.read()) is not grpc.aio.EOF:
         yield part
-
-
-async def _settle(attempt: Any, progress: Progress) -> None:
-    progress.trailing = _forebay_only(await attempt.trailing_metadata())
-    usage = dict(progress.trailing).get(md.USAGE)
-    progress.usage = md.Usage.decode(usage) if usage is not None else None
 
 
 def _read_failure(rpc_error: grpc.RpcError, head: Head) -> ForebayError:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from forebay.batcher.v1 import batcher_service_pb2_grpc as rpc
 from forebay_common import config as configs
+from forebay_common import metadata as md
 from forebay_common import server as servers
 from forebay_common import telemetry
 from forebay_common.channel import ChannelPool
@@ -49,8 +50,9 @@ async def serve(
         on_listening: told the address once calls are accepted.
     """
     version = telemetry.version_of(_DISTRIBUTION)
+    replica_id = config.replica_id or common.instance_id
     replica = Replica(
-        Identity(config.replica_id or common.instance_id, config.pool, version),
+        Identity(replica_id, config.pool, version),
         Standing(Role.STANDBY if config.role == "standby" else Role.ACTIVE),
     )
     limits = config.limits()
@@ -68,7 +70,7 @@ async def serve(
     drain = Drain(replica, queue, linger_s=config.drain_linger_s)
     server = servers.Server(max_message_bytes=config.message_bytes_max)
     policy = BatcherPolicy(replica=replica, queue=queue, engine=engine, run_s_max=config.run_s_max)
-    serve_relay(server, Relay(policy, channels))
+    serve_relay(server, Relay(policy, channels, trailing=((md.REPLICA, replica_id),)))
     rpc.add_BatcherServiceServicer_to_server(
         BatcherService(
             replica=replica,

@@ -32,9 +32,10 @@ class EngineServicer(pb_grpc.EngineServiceServicer):
             _, attempt = await self._host.load(request.spec)
             told = 0
             while True:
-                for phase, at in attempt.timeline[told:]:
-                    yield _phase_begun(attempt, phase, at)
-                told = len(attempt.timeline)
+                # The timeline may grow while a phase is being told.
+                while told < len(attempt.timeline):
+                    yield _phase_begun(attempt, *attempt.timeline[told])
+                    told += 1
                 if attempt.outcome is not None:
                     break
                 await changes.wait(load_not_before=float("inf"))

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from forebay.inference.v1 import inference_service_pb2 as pb
 from forebay.inference.v1 import inference_service_pb2_grpc as rpc
+from forebay_common import metadata as md
 from forebay_common.channel import connect
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -42,6 +43,18 @@ async def test_every_hop_gives_the_same_text(mesh: Mesh) -> None:
     texts = {text for text, _ in answers.values()}
     assert len(texts) == 1 and texts.pop()
     assert {last.usage.completion_tokens for _, last in answers.values()} == {12}
+
+
+async def test_an_answer_says_which_replica_gave_it(mesh: Mesh) -> None:
+    async with connect(mesh.grpc) as channel:
+        call = rpc.InferenceServiceStub(channel).Generate(
+            pb.GenerateRequest(model="sim", text="Who?", sampling=pb.SamplingOptions(max_tokens=2))
+        )
+        async for _ in call:
+            pass
+        trailing = md.texts(await call.trailing_metadata())
+    assert trailing[md.REPLICA] in mesh.replicas
+    assert md.Usage.decode(trailing[md.USAGE]) is not None
 
 
 async def test_every_server_lists_its_services_and_its_health(mesh: Mesh) -> None:
