@@ -14,6 +14,7 @@ import grpc
 import pytest
 from forebay.engine.v1 import engine_service_pb2 as pb
 from forebay.inference.v1 import inference_service_pb2 as inference
+from forebay.inference.v1 import inference_service_pb2_grpc as inference_grpc
 from forebay_common.errors import Reason, from_rpc_error
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -39,6 +40,17 @@ async def refusal(call: object) -> Reason:
         else:
             await call  # type: ignore[misc]
     return from_rpc_error(failure.value).reason
+
+
+async def first_refusal(runner: inference_grpc.InferenceServiceStub) -> Reason:
+    """Call until refused: the runner hears of its draining a moment after the host has told it."""
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                async for _ in runner.Generate(a_prompt()):
+                    pass
+            except grpc.aio.AioRpcError as failure:
+                return from_rpc_error(failure).reason
 
 
 async def gone(pid: int, bound_s: float = 5.0) -> None:
@@ -250,7 +262,7 @@ async def test_drained_version_refuses_and_finishes_what_it_has(tmp_path: Path) 
             host.stub.DrainModel(pb.DrainModelRequest(model_version="tiny@1"))
         )
         await host.until(lambda s: s.state == pb.MODEL_STATE_DRAINING)
-        assert await refusal(runner.Generate(a_prompt())) is Reason.DRAINING
+        assert await first_refusal(runner) is Reason.DRAINING
         assert not draining.done()
         async for message in running:
             last = message

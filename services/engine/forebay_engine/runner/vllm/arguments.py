@@ -43,7 +43,8 @@ def vllm_arguments(spec: pb.ModelSpec, *, on_cpu: bool, kv_cache_bytes: int) -> 
     if cache_bytes:
         arguments += ["--kv-cache-memory-bytes", str(cache_bytes)]
     if on_cpu:
-        arguments.append("--enforce-eager")
+        # vLLM's blocks of 128 tokens on a CPU would find no system prompt of ordinary length again.
+        arguments += ["--enforce-eager", "--block-size", "32"]
     else:
         arguments.append("--enable-sleep-mode")
     if spec.task == pb.TASK_EMBED:

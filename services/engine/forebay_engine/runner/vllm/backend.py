@@ -20,7 +20,7 @@ from forebay_engine.config import Config
 from forebay_engine.core import link
 from forebay_engine.runner.backend import Call, Delta, Loaded, Phase, SendFrame
 from forebay_engine.runner.vllm.arguments import CPU_ENVIRONMENT, ENVIRONMENT, vllm_arguments
-from forebay_engine.runner.vllm.cores import leave_worker_cores
+from forebay_engine.runner.vllm.cores import give_way
 from forebay_engine.runner.vllm.merging import Merging
 from forebay_engine.runner.vllm.openai_app import OpenAIApp
 from forebay_engine.runner.vllm.phases import hear_phases
@@ -61,7 +61,7 @@ class VllmBackend:
             built = await asyncio.to_thread(engine_module.build_engine, arguments)
         self._engine, self._stats = built.engine, built.stats
         if on_cpu:
-            leave_worker_cores([process.pid for process in self._core_processes()])
+            give_way([process.pid for process in self._core_processes()])
         self._app = OpenAIApp(
             await engine_module.build_openai_app(built, self._merging),
             model=self._spec.model_version,
