@@ -10,12 +10,13 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import uvloop
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -27,6 +28,9 @@ _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _SAME_WISH_S = 1.0
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+_Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+_Decode: TypeAlias = Callable[[bytes], Any]
 
 
 class Server:
@@ -145,12 +149,15 @@ class _Gate(grpc.aio.ServerInterceptor):
     ) -> Any:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or method.startswith(("/grpc.health.", "/grpc.reflection.")):
+        if method.startswith(("/grpc.health.", "/grpc.reflection.")):
             return handler
-        watches = method.rsplit("/", 1)[-1].startswith("Watch")
+        if handler is None:
+            return grpc.unary_unary_rpc_method_handler(self._unary(_refuse_method, None, method))
+        # What a handler takes is decoded behind the gate: an undecodable message is a refusal.
+        decode = None if handler.request_streaming else handler.request_deserializer
         if handler.response_streaming:
             inner = handler.unary_stream or handler.stream_stream
-            wrapped: Any = self._stream(inner, method, counted=not watches)
+            wrapped: Any = self._stream(inner, decode, method)
             make = (
                 grpc.stream_stream_rpc_method_handler
                 if handler.request_streaming
@@ -158,7 +165,7 @@ class _Gate(grpc.aio.ServerInterceptor):
             )
         else:
             inner = handler.unary_unary or handler.stream_unary
-            wrapped = self._unary(inner, method)
+            wrapped = self._unary(inner, decode, method)
             make = (
                 grpc.stream_unary_rpc_method_handler
                 if handler.request_streaming
@@ -166,78 +173,90 @@ class _Gate(grpc.aio.ServerInterceptor):
             )
         return make(
             wrapped,
-            request_deserializer=handler.request_deserializer,
+            request_deserializer=handler.request_deserializer if decode is None else None,
             response_serializer=handler.response_serializer,
         )
 
-    def _unary(self, inner: Callable[..., Awaitable[Any]], method: str) -> Any:
-        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            await self._enter(context)
-            try:
-                return await inner(request, context)
-            except ForebayError as error:
-                await abort(context, error)
-            except (grpc.aio.AbortError, asyncio.CancelledError):
-                raise
-            except Exception:
-                await _abort_internal(context, method)
-            finally:
-                self._leave()
+    def _unary(
+        self, inner: Callable[..., Awaitable[Any]], decode: _Decode | None, method: str
+    ) -> Any:
+        async def call(request: Any, context: _Context) -> Any:
+            async with self._pass(context, method, counted=True):
+                return await inner(_decoded(request, decode), context)
 
         return call
 
-    def _stream(self, inner: Callable[..., Any], method: str, *, counted: bool) -> Any:
+    def _stream(self, inner: Callable[..., Any], decode: _Decode | None, method: str) -> Any:
+        counted = not method.rsplit("/", 1)[-1].startswith("Watch")
+
         # A coroutine that writes, not a generator: a cancelled call then unwinds the servicer at
         # once, where a generator would be left suspended until it is collected.
-        async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            await self._enter(context, counted=counted)
-            try:
-                answers = inner(request, context)
+        async def call(request: Any, context: _Context) -> None:
+            async with self._pass(context, method, counted=counted):
+                answers = inner(_decoded(request, decode), context)
                 if not hasattr(answers, "__aiter__"):
                     await answers
                     return
                 async with contextlib.aclosing(answers):
                     async for answer in answers:
                         await context.write(answer)
-            except ForebayError as error:
-                await abort(context, error)
-            except (grpc.aio.AbortError, asyncio.CancelledError):
-                raise
-            except grpc.aio.BaseError:
-                # A write to a caller who has left can fail before the cancellation arrives.
-                _log.debug("the caller of %s left", method, exc_info=True)
-            except Exception:
-                await _abort_internal(context, method)
-            finally:
-                self._leave(counted=counted)
 
         return call
 
-    async def _enter(
-        self, context: grpc.aio.ServicerContext[Any, Any], *, counted: bool = True
-    ) -> None:
+    @contextlib.asynccontextmanager
+    async def _pass(
+        self, context: _Context, method: str, *, counted: bool
+    ) -> AsyncGenerator[None, None]:
+        """Let one call in, and give it its one status unless its caller has left."""
+        try:
+            try:
+                with self._entered(counted=counted):
+                    yield
+                return
+            except ForebayError as error:
+                refusal = error
+            except (grpc.aio.BaseError, asyncio.CancelledError):
+                raise
+            except Exception:
+                _log.exception("unexpected error in %s", method)
+                refusal = ForebayError(Reason.INTERNAL, "An unexpected error happened here.")
+            await abort(context, refusal)
+        except grpc.aio.AbortError:
+            raise
+        except grpc.aio.BaseError:
+            # A message or a status for a caller who has left can fail before the call is cancelled.
+            _log.debug("the caller of %s left", method, exc_info=True)
+
+    @contextlib.contextmanager
+    def _entered(self, *, counted: bool) -> Iterator[None]:
         if self.draining:
-            await abort(
-                context,
-                ForebayError(
-                    Reason.DRAINING, "This process is stopping; call another.", retry_after_s=1
-                ),
+            raise ForebayError(
+                Reason.DRAINING, "This process is stopping; call another.", retry_after_s=1
             )
-        if counted:
-            self.in_flight += 1
-            self._idle.clear()
-
-    def _leave(self, *, counted: bool = True) -> None:
         if not counted:
+            yield
             return
-        self.in_flight -= 1
-        if self.in_flight == 0:
-            self._idle.set()
+        self.in_flight += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            if self.in_flight == 0:
+                self._idle.set()
 
 
-async def _abort_internal(context: grpc.aio.ServicerContext[Any, Any], method: str) -> None:
-    _log.exception("unexpected error in %s", method)
-    await abort(context, ForebayError(Reason.INTERNAL, "An unexpected error happened here."))
+def _decoded(request: Any, decode: _Decode | None) -> Any:
+    if decode is None:
+        return request
+    try:
+        return decode(request)
+    except DecodeError:
+        raise ForebayError(Reason.INVALID_ARGUMENT, "The message cannot be decoded.") from None
+
+
+async def _refuse_method(request: bytes, context: _Context) -> bytes:
+    raise ForebayError(Reason.METHOD_NOT_ALLOWED, "There is no such method here.")
 
 
 def run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from forebay_common import metadata as md
 from forebay_common.channel import ChannelPool
-from forebay_common.errors import ForebayError, Reason, abort, from_rpc_error
+from forebay_common.errors import ForebayError, Reason, from_rpc_error
 from forebay_common.server import Server
 from forebay_common.telemetry import extract
 
@@ -168,20 +168,15 @@ def serve_relay(server: Server, relay: Relay) -> None:
                 async with contextlib.aclosing(relay.stream(head, message, progress)) as answers:
                     async for part in answers:
                         await context.write(part)
-            except ForebayError as error:
+            finally:
                 context.set_trailing_metadata(_trailing(head, progress))
-                await abort(context, error)
-            context.set_trailing_metadata(_trailing(head, progress))
 
         async def unary(message: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
             head, progress = head_of(context, method), Progress()
             try:
-                part = await relay.unary(head, message, progress)
-            except ForebayError as error:
+                return await relay.unary(head, message, progress)
+            finally:
                 context.set_trailing_metadata(_trailing(head, progress))
-                await abort(context, error)
-            context.set_trailing_metadata(_trailing(head, progress))
-            return part
 
         if method.streams:
             return grpc.unary_stream_rpc_method_handler(stream)

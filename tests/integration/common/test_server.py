@@ -155,6 +155,95 @@ async def test_a_caller_who_leaves_in_the_middle_is_no_error(
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
+@pytest.mark.parametrize("error", [ForebayError(Reason.CONFLICT, "Too late."), ValueError("late")])
+async def test_a_refusal_for_a_caller_who_has_left_is_no_error(
+    caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """Unary and streamed: the status has nobody to go to, whatever it says."""
+    late = _Late(error)
+    server = Server()
+    rpc.add_RegistryServiceServicer_to_server(late, server.grpc)
+    server.offer(_NAME)
+    address = await server.listen("127.0.0.1:0")
+    async with connect(address) as channel:
+        stub = rpc.RegistryServiceStub(channel)
+        calls = [
+            stub.GetModel(pb.GetModelRequest()),
+            stub.WatchCatalogue(pb.WatchCatalogueRequest()),
+        ]
+        codes = [asyncio.ensure_future(call.code()) for call in calls]
+        await asyncio.wait_for(late.both_wait.wait(), 5)
+        for call in calls:
+            call.cancel()
+        await asyncio.wait_for(late.both_left.wait(), 5)
+        assert await asyncio.gather(*codes) == [grpc.StatusCode.CANCELLED] * 2
+        # The server has ended both calls when it answers the next one of the connection.
+        with pytest.raises(grpc.aio.AioRpcError):
+            await _raw(channel, "/no.Such/Method")
+    await server.grpc.stop(None)
+    errors = [record for record in caplog.records if record.levelname == "ERROR"]
+    # A mistake of the server's own is told, once per call; that nobody hears of it is not.
+    mistakes = 0 if isinstance(error, ForebayError) else 2
+    assert [r.getMessage().split(" in ")[0] for r in errors] == ["unexpected error"] * mistakes
+
+
+async def test_what_is_not_in_the_contract_is_refused_with_a_reason(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with connect(await server.listen("127.0.0.1:0")) as channel:
+        for path, reason in (
+            (f"/{_NAME}/GetModel", Reason.INVALID_ARGUMENT),
+            (f"/{_NAME}/NoSuchMethod", Reason.METHOD_NOT_ALLOWED),
+            ("/no.Such/Service", Reason.METHOD_NOT_ALLOWED),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await _raw(channel, path)
+            assert from_rpc_error(caught.value).reason is reason
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await _raw(channel, f"/{_NAME}/WatchCatalogue", streams=True)
+        assert from_rpc_error(caught.value).reason is Reason.INVALID_ARGUMENT
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+async def _raw(channel: Any, path: str, *, streams: bool = False) -> Any:
+    """Call with bytes that are no message."""
+    if streams:
+        return await channel.unary_stream(path)(b"\xff\xfe").read()
+    return await channel.unary_unary(path)(b"\xff\xfe")
+
+
+class _Late(rpc.RegistryServiceServicer):
+    """Answers a cancelled call with an error nobody can get."""
+
+    def __init__(self, error: Exception) -> None:
+        self.both_wait = asyncio.Event()
+        self.both_left = asyncio.Event()
+        self._error = error
+        self._waiting = 0
+        self._left = 0
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Any) -> Any:  # noqa: N802
+        await self._wait()
+
+    async def WatchCatalogue(  # noqa: N802
+        self, request: pb.WatchCatalogueRequest, context: Any
+    ) -> Any:
+        await self._wait()
+        yield pb.WatchCatalogueResponse()
+
+    async def _wait(self) -> None:
+        self._waiting += 1
+        if self._waiting == 2:
+            self.both_wait.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self._left += 1
+            if self._left == 2:
+                self.both_left.set()
+            raise self._error from None
+
+
 class _Endless(rpc.RegistryServiceServicer):
     def __init__(self) -> None:
         self.left = asyncio.Event()
