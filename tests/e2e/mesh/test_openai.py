@@ -224,8 +224,28 @@ async def test_a_deadline_is_504_and_the_engine_stops(mesh: Mesh) -> None:
     await _stopped_within(mesh, started_s, 1 + 0.25)
 
 
+async def _generate_ended_ns(mesh: Mesh, request_id: str) -> int:
+    """When the runner gave a request up, by its own span."""
+    found: list[int] = []
+
+    async def ended() -> bool:
+        reader = mesh.reader()
+        try:
+            trace_id = reader.trace_of(request_id)
+            spans = reader.spans(trace_id) if trace_id else ()
+        finally:
+            reader.close()
+        found.extend(span.end_unix_ns for span in spans if span.name == "generate")
+        return bool(found)
+
+    await until(ended, 10)
+    return found[0]
+
+
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_who_leaves_stops_the_engine(mesh: Mesh, stream: bool) -> None:
+async def test_a_client_who_leaves_stops_the_engine_within_a_quarter_second(
+    mesh: Mesh, stream: bool
+) -> None:
     body = {
         "model": "smollm2",
         "messages": _QUESTION,
@@ -233,7 +253,8 @@ async def test_a_client_who_leaves_stops_the_engine(mesh: Mesh, stream: bool) ->
         "ignore_eos": True,
         "stream": stream,
     }
-    async with aiohttp.ClientSession() as session:
+    request_id = f"leaves-{stream}"
+    async with aiohttp.ClientSession(headers={"x-request-id": request_id}) as session:
         asking = asyncio.ensure_future(
             session.post(f"http://{mesh.http}/v1/chat/completions", json=body)
         )
@@ -248,7 +269,11 @@ async def test_a_client_who_leaves_stops_the_engine(mesh: Mesh, stream: bool) ->
             answer.close()
         else:
             asking.cancel()
+        left_ns = time.time_ns()
     await _stopped_within(mesh, time.monotonic(), 0.25)
+    gave_up_after_ms = (await _generate_ended_ns(mesh, request_id) - left_ns) / 1e6
+    print(f"the runner gave up {gave_up_after_ms:.1f} ms after the client left")
+    assert gave_up_after_ms < 250
 
 
 async def test_grpc_streams_the_same_answer(mesh: Mesh, client: openai.AsyncOpenAI) -> None:
