@@ -70,6 +70,20 @@ def sees(router: RunningRouter, **expected: str) -> Callable[[], Awaitable[bool]
     return holds
 
 
+def offers(
+    router: RunningRouter, replica_id: str, model_version: str
+) -> Callable[[], Awaitable[bool]]:
+    async def holds() -> bool:
+        answer = await router.view.ListReplicas(router_pb.ListReplicasRequest(), timeout=WAIT_S)
+        return (replica_id, model_version) in {
+            (routed.replica.replica_id, model.model_version)
+            for routed in answer.replicas
+            for model in routed.replica.models
+        }
+
+    return holds
+
+
 async def explanation(router: RunningRouter, request_id: str) -> router_pb.ExplainRequestResponse:
     request = router_pb.ExplainRequestRequest(request_id=request_id)
     response: router_pb.ExplainRequestResponse = await router.view.ExplainRequest(
@@ -286,6 +300,7 @@ async def test_names_lead_to_versions(
     one, two = await start_stand_in("one"), await start_stand_in("two")
     await two.change(model_version="chat@v2")
     await eventually(sees(router, one="", two=""))
+    await eventually(offers(router, "two", "chat@v2"))
     for name in ("chat", "default", "chat@v1"):
         await generate(router, a_request(name))
     assert len(one.seen) == 3
