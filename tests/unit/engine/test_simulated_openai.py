@@ -114,7 +114,9 @@ def test_wrong_fields_are_named_and_not_repeated(
     assert "sesame" not in refused.message
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'"x"', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b'{"x":' + b"[" * 9000 + b"]" * 9000 + b"}"]
+)
 def test_other_bodies_are_refused(body: bytes) -> None:
     assert refusal_of(CHAT, body).reason == "INVALID_ARGUMENT"
 

@@ -47,7 +47,9 @@ def test_a_name_resolves_to_its_versions(name: str, versions: set[str], via: Via
     assert {resolution.requested for resolution in resolutions} == {name}
 
 
-@pytest.mark.parametrize("name", ["nope", "chat@v9", "nope@v1", "dangling", "@v1", "default@v1"])
+@pytest.mark.parametrize(
+    "name", ["nope", "chat@v9", "nope@v1", "dangling", "@v1", "default@v1", "chat@", "@"]
+)
 def test_an_unknown_name_is_not_found(name: str) -> None:
     with pytest.raises(RefusedError) as refused:
         resolve(CATALOGUE, name, sticky_key="key")

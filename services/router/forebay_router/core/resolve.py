@@ -70,11 +70,11 @@ def resolve(catalogue: Catalogue, name: str, *, sticky_key: str) -> Resolution:
             but no version of it takes traffic.
     """
     target = name if name in catalogue.models else catalogue.aliases.get(name, name)
-    model_name, _, pinned = target.partition("@")
+    model_name, pins, pinned = target.partition("@")
     model = catalogue.models.get(model_name)
-    if model is None or (pinned and pinned not in model.versions):
+    if model is None or (pins and pinned not in model.versions):
         raise RefusedError("MODEL_NOT_FOUND", "The model does not exist.", param="model")
-    if pinned:
+    if pins:
         return Resolution(name, model.name, pinned, Via.PIN)
     version = choose_version(model, sticky_key)
     if version is None:

@@ -101,6 +101,8 @@ def parse_request(path: str, body: bytes) -> TextRequest | EmbeddingRequest:
         fields = msgspec.json.decode(body)
     except msgspec.DecodeError:
         raise Refused("INVALID_ARGUMENT", "The body is not valid JSON.") from None
+    except RecursionError:
+        raise Refused("INVALID_ARGUMENT", "The body is nested too deeply.") from None
     if not isinstance(fields, dict):
         raise Refused("INVALID_ARGUMENT", "The body must be a JSON object.")
     if kind is Kind.EMBEDDING:
