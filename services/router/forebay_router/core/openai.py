@@ -30,6 +30,8 @@ Logprobs: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
 Stops: TypeAlias = str | Annotated[list[str], Meta(max_length=MAX_STOPS)]
 Temperature: TypeAlias = Annotated[float, Meta(ge=0, le=2)]
+AboveZero: TypeAlias = Annotated[float, Meta(gt=0)]
+Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 TopP: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 Prompt: TypeAlias = str | list[str | int | list[int]]
 
@@ -55,6 +57,11 @@ class Sampling(Struct, kw_only=True):
     stop: Stops | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
+    repetition_penalty: AboveZero | None = None
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    min_p: Share | None = None
+    stop_token_ids: list[NotNegative] | None = None
+    ignore_eos: bool | None = None
     prompt_logprobs: Logprobs | None = None
     logit_bias: dict[str, float] | None = None
     user: str | None = None
@@ -85,6 +92,7 @@ class ChatBody(Sampling, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
     tools: list[dict[str, Any]] | None = None
+    parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
 
 
