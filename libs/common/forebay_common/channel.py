@@ -9,7 +9,9 @@ from typing import Any
 
 import grpc
 
-MAX_MESSAGE_BYTES = 16 << 20
+# A body of 16 MiB passes every hop, with what its message adds.
+ENVELOPE_BYTES = 4096
+MAX_MESSAGE_BYTES = (16 << 20) + ENVELOPE_BYTES
 
 # A broken peer is noticed within about 15 s while calls are open. gRPC servers punish pings that
 # come more often than `grpc.http2.min_ping_interval_without_data_ms`; `server.py` allows these.

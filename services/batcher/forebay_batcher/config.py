@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from forebay_common.channel import MAX_MESSAGE_BYTES
 from forebay_common.config import ConfigError, option
 
 from forebay_batcher.core.queue import ClassLimits, Limits, PriorityClass
@@ -72,7 +73,10 @@ class Config:
         3600.0, "Longest run of a request, in seconds, whatever its deadline.", minimum=0.001
     )
     message_bytes_max: int = option(
-        16 << 20, "Largest message accepted, in bytes.", minimum=1024, maximum=1 << 30
+        MAX_MESSAGE_BYTES,
+        "Largest message accepted, in bytes; no less than the router's largest body and 4096.",
+        minimum=1024,
+        maximum=1 << 30,
     )
     announce_interval_s: float = option(
         1.0, "Least time between two announcements of load alone, in seconds.", minimum=0.05

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from forebay.router.v1 import router_service_pb2_grpc as router_rpc
-from forebay_common.channel import ChannelPool
+from forebay_common.channel import ENVELOPE_BYTES, ChannelPool
 from forebay_common.config import CommonConfig
 from forebay_common.discovery import Instance, Keys
 from forebay_common.lease import Lease
@@ -32,8 +32,6 @@ from forebay_router.service import SERVICE as ROUTER
 from forebay_router.service import RouterService, count_placeable
 
 _log = logging.getLogger(__name__)
-# A body at its limit still fits with what its message adds.
-_ENVELOPE_BYTES = 4096
 
 
 async def serve(
@@ -55,7 +53,7 @@ async def serve(
     """
     keys = Keys(common.namespace)
     rng = random.Random()  # noqa: S311  # spreads load, guards nothing
-    message_bytes = config.max_body_bytes + _ENVELOPE_BYTES
+    message_bytes = config.max_body_bytes + ENVELOPE_BYTES
     channels = ChannelPool(max_message_bytes=message_bytes)
     store = Store.open(common.etcd_endpoints)
     catalogue = CatalogueView(store, keys)
