@@ -178,6 +178,7 @@ async def test_the_deadline_ends_the_request_at_the_replica(
         ({"x-request-timeout-s": "soon"}, "x-request-timeout-s"),
         ({"x-request-timeout-s": "0"}, "x-request-timeout-s"),
         ({"x-request-timeout-s": "-1"}, "x-request-timeout-s"),
+        ({"x-request-timeout-s": "\u0663"}, "x-request-timeout-s"),
         ({"forebay-class": "URGENT"}, "forebay-class"),
         ({"forebay-session": "s" * 257}, "forebay-session"),
         ({"x-session-id": "\u00fc"}, "forebay-session"),
@@ -279,6 +280,26 @@ async def test_what_is_no_http_gets_openais_shape_and_a_closed_connection(
     assert head.startswith((b"HTTP/1.1 400", b"HTTP/1.0 400"))
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
     assert b"aiohttp" not in head
+
+
+async def test_too_many_headers_are_called_that(router: RunningRouter) -> None:
+    _, body = await exchange(
+        router, b"GET / HTTP/1.1\r\nHost: x\r\n" + b"X-N: 1\r\n" * 200 + b"\r\n"
+    )
+    assert json.loads(body)["error"]["message"] == "There are more than 100 headers."
+
+
+async def test_a_body_that_is_not_compressed_as_it_says_is_the_clients_mistake(
+    router: RunningRouter, caplog: pytest.LogCaptureFixture
+) -> None:
+    head, body = await exchange(
+        router,
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\n"
+        b"Content-Length: 20\r\n\r\nno gzip at all, this",
+    )
+    assert head.startswith(b"HTTP/1.1 400")
+    assert "as its headers say" in json.loads(body)["error"]["message"]
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_a_broken_chunk_is_refused(router: RunningRouter) -> None:

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
-from aiohttp.http_exceptions import LineTooLong
+from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 from aiohttp.web_protocol import RequestHandler
 from forebay_common import metadata as md
 from forebay_common.errors import ForebayError, Reason
@@ -278,14 +278,25 @@ class _Protocol(RequestHandler):
         if status >= 500:
             _log.error("unexpected error in an HTTP exchange", exc_info=exc)
             error = _unexpected()
-        elif isinstance(exc, LineTooLong):
-            error = ForebayError(Reason.INVALID_ARGUMENT, "A header or the URL is too long.")
         else:
-            error = ForebayError(Reason.INVALID_ARGUMENT, "This is not a valid HTTP request.")
+            error = ForebayError(Reason.INVALID_ARGUMENT, self._what_is_wrong(exc))
         headers = {"X-Request-Id": md.request_id_from(None), "Server": "forebay"}
         response = _error_response(error, headers)
         response.force_close()
         return response
+
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
+        """Log what went wrong here; what is left of a body that was refused is the client's."""
+        if not isinstance(kwargs.get("exc_info"), web.RequestPayloadError):
+            super().log_exception(*args, **kwargs)
+
+    def _what_is_wrong(self, exc: BaseException | None) -> str:
+        if isinstance(exc, LineTooLong):
+            return "A header or the URL is too long."
+        # aiohttp has no type for it; other messages of its own may repeat the client's bytes.
+        if isinstance(exc, BadHttpMessage) and exc.message == "Too many headers received":
+            return f"There are more than {self.max_headers} headers."
+        return "This is not a valid HTTP request."
 
 
 def _error_response(error: ForebayError, headers: Mapping[str, str]) -> web.Response:

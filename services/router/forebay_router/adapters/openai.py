@@ -7,7 +7,6 @@ message is there. After it, a failure is one last event of the stream.
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +30,7 @@ from forebay_router.core.openai import PATHS
 TIMEOUT = "x-request-timeout-s"
 _SESSIONS = (md.SESSION, "x-session-id")
 _MODELS = "/v1/models"
-_SECONDS = re.compile(r"\d{1,6}(\.\d{1,6})?")
+_SECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
 
 NotReady = Callable[[], Sequence[str]]
 
@@ -119,8 +118,8 @@ class OpenAIFront:
     def _deadline_of(self, timeout: str | None) -> float | None:
         if timeout is None:
             return None
-        if not _SECONDS.fullmatch(timeout) or math.isclose(float(timeout), 0):
-            message = f"'{TIMEOUT}' must be a number of seconds above 0."
+        if not _SECONDS.fullmatch(timeout) or float(timeout) <= 0:
+            message = f"'{TIMEOUT}' must be a number of seconds above 0, such as 30 or 2.5."
             raise ForebayError(Reason.INVALID_ARGUMENT, message, param=TIMEOUT)
         return self._clock() + float(timeout)
 
