@@ -3,82 +3,35 @@
 One fleet serves most of the tests, in order; the last ones stop it.
 """
 
+import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from forebay_client import Client
-from forebay_client.fleet.directory import Directory
+from forebay_client import AsyncClient, Client
 from forebay_client.fleet.processes import of_fleet, wait_gone
 
+from tests.fleet_commands import BOUND_S, Commands
+
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
-_START_S = 120.0
-_BOUND_S = 30.0
-
-
-class _Commands:
-    """The command, on a state directory of its own."""
-
-    def __init__(self, path: Path) -> None:
-        self.directory = Directory(path)
-        self.environ = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("FOREBAY_", "OTEL_"))
-        }
-        self.environ |= {"FOREBAY_STATE_DIR": str(path), "COLUMNS": "120"}
-
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "forebay_client.cli", *arguments],
-            env=self.environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    def run(self, *arguments: str, status: int = 0) -> str:
-        with self.start(*arguments) as process:
-            output, _ = process.communicate(timeout=_START_S)
-        assert process.returncode == status, output
-        return output
-
-    def up(self, *arguments: str) -> str:
-        free = ("--http-port", "0", "--grpc-port", "0", "--model", "simulated")
-        return self.run("up", *free, *arguments)
-
-    def status(self) -> dict[str, Any]:
-        process = self.start("status", "--json")
-        output, _ = process.communicate(timeout=_BOUND_S)
-        status: dict[str, Any] = json.loads(output)
-        return status
-
-    def until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        deadline = time.monotonic() + _BOUND_S
-        while not holds(status := self.status()):
-            assert time.monotonic() < deadline, status
-        return status
 
 
 @pytest.fixture(scope="module")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Commands]:
-    commands = _Commands(tmp_path_factory.mktemp("fleet"))
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    commands = Commands(tmp_path_factory.mktemp("fleet"))
     yield commands
     commands.run("down")
 
 
 @pytest.fixture(scope="module")
-def started(commands: _Commands) -> str:
-    return commands.up("--profile", "instant", "--embeddings")
+def started(commands: Commands) -> str:
+    return commands.up("--profile", "paced", "--embeddings")
 
 
 def service(status: dict[str, Any], name: str) -> dict[str, Any]:
@@ -94,7 +47,7 @@ def test_up_tells_each_phase_and_what_to_type_next(started: str) -> None:
     assert "from openai import OpenAI" in started
 
 
-def test_status_knows_every_part(commands: _Commands, started: str) -> None:
+def test_status_knows_every_part(commands: Commands, started: str) -> None:
     status = commands.until(lambda status: status["pools"][0]["standby"] == 1)
     assert status["phase"] == "ready"
     assert {one["state"] for one in status["services"]} == {"ready"}
@@ -108,7 +61,7 @@ def test_status_knows_every_part(commands: _Commands, started: str) -> None:
     assert "ready for" in commands.run("status")
 
 
-def test_both_protocols_answer(commands: _Commands, started: str) -> None:
+def test_both_protocols_answer(commands: Commands, started: str) -> None:
     status = commands.status()
     with Client(status["grpc_address"]) as client:
         answer = client.chat("simulated", "Where does the water go?", max_tokens=12)
@@ -127,9 +80,21 @@ def test_both_protocols_answer(commands: _Commands, started: str) -> None:
     assert completion.choices[0].message.content == answer.text
 
 
-def test_a_request_is_one_chain_of_spans(commands: _Commands, started: str) -> None:
+async def test_the_asynchronous_client_answers_the_same(commands: Commands, started: str) -> None:
+    address = commands.status()["grpc_address"]
+    async with AsyncClient(address, timeout_s=BOUND_S) as client:
+        async with client.stream_chat("simulated", "Where does it go?", max_tokens=6) as stream:
+            deltas = [delta.text async for delta in stream]
+        answer = await client.chat("simulated", "Where does it go?", max_tokens=6)
+    assert "".join(deltas) == stream.answer.text == answer.text
+    assert stream.answer.replica == answer.replica != ""
+
+
+def test_a_streamed_request_is_one_chain_of_spans(commands: Commands, started: str) -> None:
     with Client(commands.status()["grpc_address"]) as client:
-        answer = client.chat("simulated", "How deep is it?", max_tokens=5, request_id="deep-1")
+        asked = {"max_tokens": 5, "request_id": "deep-1"}
+        with client.stream_chat("simulated", "How deep is it?", **asked) as stream:
+            answer = stream.collect()
     trace = json.loads(commands.run("trace", "deep-1", "--json"))
     assert trace["connected"]
     assert trace["request_ids"] == ["deep-1"]
@@ -149,7 +114,7 @@ def test_a_request_is_one_chain_of_spans(commands: _Commands, started: str) -> N
     assert "deep-1" in commands.run("trace")
 
 
-def test_chat_streams_and_shows_the_trace(commands: _Commands, started: str) -> None:
+def test_chat_streams_and_shows_the_trace(commands: Commands, started: str) -> None:
     output = commands.run("chat", "--trace", "--max-tokens", "8", "What is a weir?")
     assert "8 tokens (length)" in output
     assert "router router" in output
@@ -159,19 +124,46 @@ def test_chat_streams_and_shows_the_trace(commands: _Commands, started: str) -> 
     assert json.loads(commands.run("models", "--json"))[0]["name"] == "simulated"
 
 
-def test_up_again_says_so_and_changes_nothing(commands: _Commands, started: str) -> None:
+def test_up_again_says_so_and_changes_nothing(commands: Commands, started: str) -> None:
     before = commands.status()
     began_s = time.monotonic()
     assert "already running" in commands.run("up")
-    assert time.monotonic() - began_s < _BOUND_S / 3
+    assert time.monotonic() - began_s < BOUND_S / 3
     after = commands.status()
     assert [one["process"] for one in after["services"]] == [
         one["process"] for one in before["services"]
     ]
 
 
+async def test_a_burst_wakes_the_standby(commands: Commands, started: str) -> None:
+    status = commands.until(lambda status: status["pools"][0]["standby"] == 1)
+    assert status["pools"][0]["active"] == 1
+    (standby,) = ids_of(status, "ROLE_STANDBY")
+    too_many_for_one = status["pools"][0]["pool"]["target_requests_per_replica"] + 4
+
+    woken = asyncio.Event()
+
+    async def ask(client: AsyncClient) -> None:
+        while not woken.is_set():
+            await client.chat("simulated", "And then?", max_tokens=100, ignore_eos=True)
+
+    def is_active(status: dict[str, Any]) -> bool:
+        return standby in ids_of(status, "ROLE_ACTIVE")
+
+    async with AsyncClient(status["grpc_address"]) as client, asyncio.TaskGroup() as burst:
+        for _ in range(too_many_for_one):
+            burst.create_task(ask(client))
+        await asyncio.to_thread(commands.until, is_active)
+        woken.set()
+
+
+def ids_of(status: dict[str, Any], role: str) -> set[str]:
+    replicas = (routed["replica"] for routed in status["replicas"])
+    return {replica["replica_id"] for replica in replicas if replica["role"] == role}
+
+
 @pytest.mark.parametrize("name", ["router", "autoscaler", "registry", "etcd"])
-def test_a_service_that_is_killed_comes_back(commands: _Commands, started: str, name: str) -> None:
+def test_a_service_that_is_killed_comes_back(commands: Commands, started: str, name: str) -> None:
     before = commands.status()
     os.kill(service(before, name)["process"]["pid"], signal.SIGKILL)
 
@@ -184,7 +176,7 @@ def test_a_service_that_is_killed_comes_back(commands: _Commands, started: str, 
     assert "tokens" in commands.run("chat", "--max-tokens", "2", "still there?")
 
 
-def test_down_leaves_no_process(commands: _Commands, started: str) -> None:
+def test_down_leaves_no_process(commands: Commands, started: str) -> None:
     assert of_fleet(commands.directory.path)
     assert "stopped in" in commands.run("down")
     assert of_fleet(commands.directory.path) == []
@@ -195,7 +187,7 @@ def test_down_leaves_no_process(commands: _Commands, started: str) -> None:
 def test_what_is_given_is_used_and_nothing_outlives_a_killed_supervisor(
     tmp_path: Path, etcd: str, namespace: str
 ) -> None:
-    commands = _Commands(tmp_path)
+    commands = Commands(tmp_path)
     output = commands.up(
         "--profile", "instant", "--warm", "0", "--etcd", etcd, "--namespace", namespace
     )
@@ -205,14 +197,14 @@ def test_what_is_given_is_used_and_nothing_outlives_a_killed_supervisor(
         assert fleet is not None
         left = of_fleet(commands.directory.path)
         os.kill(fleet.supervisor.pid, signal.SIGKILL)
-        assert wait_gone(left, timeout_s=_BOUND_S) == []
+        assert wait_gone(left, timeout_s=BOUND_S) == []
     finally:
         commands.run("down")
     assert of_fleet(commands.directory.path) == []
 
 
 def test_a_fleet_in_the_foreground_ends_with_its_command(tmp_path: Path) -> None:
-    commands = _Commands(tmp_path)
+    commands = Commands(tmp_path)
     # Nobody is there: the start fails, and says why.
     failed = commands.run("up", "--model", "simulated", "--etcd", "127.0.0.1:1", status=1)
     assert "no etcd answers at 127.0.0.1:1" in failed.splitlines()[-1]
@@ -224,6 +216,6 @@ def test_a_fleet_in_the_foreground_ends_with_its_command(tmp_path: Path) -> None
                 break
         process.send_signal(signal.SIGINT)
         rest = process.stdout.read()
-        assert process.wait(_BOUND_S) == 0, rest
+        assert process.wait(BOUND_S) == 0, rest
     assert "stopped" in rest
     assert of_fleet(commands.directory.path) == []

@@ -121,3 +121,33 @@ def test_a_log_that_grows_too_large_is_moved_aside_and_written_on(tmp_path: Path
     assert log.read_bytes() == b"c"
     assert (tmp_path / "x.log.1").read_bytes() == b"a" * 99 + b"b"
     trim(tmp_path / "none.log", bytes_max=100)
+
+
+async def test_what_cannot_be_started_is_given_up_with_its_reason(tmp_path: Path) -> None:
+    watched = _Watched(_SLEEP, tmp_path / "nowhere" / "log")
+    await asyncio.wait_for(watched.task, _BOUND_S)
+    assert watched.loop.failure == "thing cannot be started: No such file or directory"
+
+
+_HANGING_FORK = """
+import asyncio, ctypes, os, pathlib, sys
+import uvloop
+from forebay_client.fleet.child import Child
+libc = ctypes.CDLL(None)
+never_returns = ctypes.cast(libc.pause, ctypes.c_void_p)
+assert libc.__register_atfork(None, None, never_returns, None) == 0
+async def main():
+    child = Child([sys.executable, "-c", "print('ran')"], environ=os.environ,
+                  log=pathlib.Path(sys.argv[1]))
+    assert await child.started is not None
+    assert await child.ended == 0
+uvloop.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="handlers are put in by glibc's own name")
+def test_a_library_whose_fork_handler_hangs_holds_up_no_start(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _HANGING_FORK, str(tmp_path / "log")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_BOUND_S)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "log").read_text() == "ran\n"

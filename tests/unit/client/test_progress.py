@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from forebay_client.fleet.core.loads import Loads, Seen
-from forebay_client.fleet.core.log_tail import reason_in
+from forebay_client.fleet.core.loads import Loads, Seen, lost_launches
+from forebay_client.fleet.core.log_tail import first_crash, reason_in
 from forebay_client.fleet.core.progress import news
 from forebay_client.fleet.core.state import (
     Fleet,
@@ -49,14 +49,14 @@ def test_a_load_that_begins_again_forgets_the_former_one() -> None:
     loads.observe("r-1", [Seen("m@1", "loading", "process")], now=3.0)
     loads.observe("r-1", [Seen("m@1", "loading", "import")], now=4.0)
     assert loads.all()[0].phases == (PhaseTime("process", 1.0),)
-    assert loads.failures["m@1"] == 1
+    assert loads.failures == {"m@1": ["r-1"]}
 
 
 def test_failures_count_over_replicas_and_replicas_can_be_forgotten() -> None:
     loads = Loads()
     for number in range(3):
         loads.observe(f"r-{number}", [Seen("m@1", "failed", "")], now=1.0)
-    assert loads.failures["m@1"] == 3
+    assert loads.failures == {"m@1": ["r-0", "r-1", "r-2"]}
     assert loads.forget(["r-0", "r-1"])
     assert not loads.forget(["r-0"])
     assert [load.replica_id for load in loads.all()] == ["r-2"]
@@ -123,3 +123,35 @@ def test_the_last_line_of_a_log_says_why() -> None:
     assert reason_in(["{not json"]) == "{not json"
     assert reason_in(["x" * 1000], chars_max=10) == "x" * 10
     assert reason_in([]) == ""
+
+
+def test_what_python_says_of_its_own_end_explains_nothing() -> None:
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "x.py", line 1, in <module>',
+        "forebay_common.config.ConfigError: X: no such profile",
+        "Exception ignored in: <function f>",
+        "Traceback (most recent call last):",
+        '  File "y.py", line 2, in __del__',
+        "RuntimeError: Event loop is closed",
+    ]
+    assert reason_in(lines) == "ConfigError: X: no such profile"
+    assert reason_in([*lines, "and another", "life"]) == "life"
+
+
+def test_of_several_logs_the_one_that_ends_in_a_crash_tells() -> None:
+    stopped = ['{"message": "SIGTERM: draining"}']
+    assert first_crash([stopped, ["ImportError: no"]]) == "ImportError: no"
+    assert first_crash([stopped, ['{"message": "x"}']]) == "SIGTERM: draining"
+    assert first_crash([[], []]) == ""
+
+
+def test_launches_that_left_nothing_are_told_from_those_that_live() -> None:
+    effects = [
+        ["launch r-3", "stop r-1 (late)"],
+        [],
+        ["activate r-2"],
+        ["launch r-2", "launch r-1"],
+    ]
+    assert lost_launches(effects, alive=1) == ("r-2", "r-1")
+    assert lost_launches(effects, alive=5) == ()

@@ -119,7 +119,7 @@ def up(
     The fleet runs in the background until `forebay down`. Every process listens on loopback only.
     """
     console = Console(highlight=False)
-    configs.load(Config, PREFIX, os.environ)
+    silence_s = _config().silence_s
     fleet = launch.running(directory)
     if fleet is not None and fleet.phase is Phase.READY:
         console.print(f"already running since {_since(fleet)} (`forebay down` stops it)")
@@ -127,7 +127,7 @@ def up(
         return
     if fleet is not None and fleet.phase is Phase.STARTING:
         console.print("already starting")
-        _follow(console, launch.follow_start(directory, None))
+        _follow(console, launch.follow_start(directory, None, silence_s=silence_s))
         return
     if fleet is not None:
         raise FleetError(f"the fleet is {fleet.phase}; wait a moment, or see `forebay status`")
@@ -159,7 +159,7 @@ def up(
             )
     process = launch.launch(directory, options, foreground=foreground)
     try:
-        _follow(console, launch.follow_start(directory, process))
+        _follow(console, launch.follow_start(directory, process, silence_s=silence_s))
     except KeyboardInterrupt:
         console.print("stopping what was started")
         _stop(directory)
@@ -182,8 +182,7 @@ def down(directory: Directory) -> None:
         ended = launch.clear_leftovers(directory)
         console.print(f"ended {ended} left-over processes" if ended else "no fleet is running")
         return
-    states = launch.follow_stop(directory, fleet, timeout_s=_stop_timeout_s())
-    _show(console, states, since=fleet)
+    _show(console, _stopping(directory, fleet), since=fleet)
     console.print(f"stopped in {time.monotonic() - began_s:.1f} s")
 
 
@@ -266,14 +265,19 @@ def _stop(directory: Directory) -> None:
     if fleet is None:
         launch.clear_leftovers(directory)
         return
-    for _ in launch.follow_stop(directory, fleet, timeout_s=_stop_timeout_s()):
+    for _ in _stopping(directory, fleet):
         pass
 
 
-def _stop_timeout_s() -> float:
-    config = configs.load(Config, PREFIX, os.environ)
+def _stopping(directory: Directory, fleet: Fleet) -> Iterator[Fleet]:
+    config = _config()
     # Four services, one after the other, and two steps each, at the very worst.
-    return 8 * (drain_timeout_s(os.environ) + config.stop_timeout_s) + 10
+    timeout_s = 8 * (drain_timeout_s(os.environ) + config.stop_timeout_s) + 10
+    return launch.follow_stop(directory, fleet, timeout_s=timeout_s, silence_s=config.silence_s)
+
+
+def _config() -> Config:
+    return configs.load(Config, PREFIX, os.environ)
 
 
 def _stay(console: Console, process: subprocess.Popen[bytes]) -> int:

@@ -20,6 +20,20 @@ class Config:
         minimum=1,
         maximum=7200,
     )
+    ready_timeout_s: float = option(
+        60.0,
+        "How long a service may take to be ready when a fleet starts, in seconds; replicas have "
+        "the whole start.",
+        minimum=1,
+        maximum=3600,
+    )
+    silence_s: float = option(
+        6.0,
+        "For how long a supervisor, which speaks every second, may be silent until `up` and `down` "
+        "take it for hung, in seconds.",
+        minimum=2,
+        maximum=300,
+    )
     stop_timeout_s: float = option(
         15.0,
         "How long a service may take to exit beyond its drain before it is killed, in seconds.",
@@ -43,7 +57,7 @@ class Config:
     )
     start_attempts: int = option(
         3,
-        "How often a service may die before it was ever ready, until the fleet gives up.",
+        "How often a service, a replica or a load may fail during the start, until it is given up.",
         minimum=1,
         maximum=100,
     )

@@ -45,6 +45,17 @@ class Directory:
         draft.write_text(encode(fleet))
         draft.replace(self._fleet)
 
+    def beat(self) -> None:
+        """Say that the state still holds. FileNotFoundError when it was taken away."""
+        os.utime(self._fleet)
+
+    def last_beat(self) -> int:
+        """A number that every `write` and every `beat` changes; 0 when there is no state."""
+        try:
+            return self._fleet.stat().st_mtime_ns
+        except OSError:
+            return 0
+
     def forget(self) -> None:
         """Remove the fleet's state."""
         self._fleet.unlink(missing_ok=True)

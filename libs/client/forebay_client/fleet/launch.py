@@ -8,15 +8,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from forebay_client.fleet import ports
 from forebay_client.fleet.core import plan
 from forebay_client.fleet.core.log_tail import reason_in
-from forebay_client.fleet.core.state import Fleet, Phase
+from forebay_client.fleet.core.state import Fleet, Phase, Process
 from forebay_client.fleet.directory import Directory, last_lines
 from forebay_client.fleet.processes import (
+    descendants,
     end,
     is_alive,
     of_fleet,
@@ -40,8 +41,12 @@ def running(directory: Directory) -> Fleet | None:
     return fleet if fleet is not None and is_alive(fleet.supervisor) else None
 
 
-def clear_leftovers(directory: Directory) -> int:
+def clear_leftovers(directory: Directory, *, besides: Iterable[Process] = ()) -> int:
     """End what a supervisor that was killed has left behind, and forget its fleet.
+
+    Args:
+        directory: the fleet's.
+        besides: processes that are the fleet's, too.
 
     Returns:
         How many processes there were.
@@ -49,12 +54,12 @@ def clear_leftovers(directory: Directory) -> int:
     Raises:
         FleetError: one cannot be ended.
     """
-    ended = end_leftovers(directory)
+    ended = end_leftovers(directory, besides=besides)
     directory.forget()
     return ended
 
 
-def end_leftovers(directory: Directory) -> int:
+def end_leftovers(directory: Directory, *, besides: Iterable[Process] = ()) -> int:
     """End every process of a fleet whose supervisor is gone; returns how many there were.
 
     Raises:
@@ -62,7 +67,8 @@ def end_leftovers(directory: Directory) -> int:
     """
     fleet = directory.read()
     recorded = [s.process for s in fleet.services if s.process] if fleet else []
-    left = {one.pid: one for one in (*recorded, *of_fleet(directory.path)) if is_alive(one)}
+    found = (*besides, *recorded, *of_fleet(directory.path))
+    left = {one.pid: one for one in found if is_alive(one)}
     remaining = end(left.values(), grace_s=_LEFTOVER_GRACE_S)
     if remaining:
         raise FleetError(
@@ -133,23 +139,43 @@ def launch(
             stdout=log,
             stderr=log,
             start_new_session=True,
-            # gRPC's fork handlers can leave a child of it hanging on a lock before it has become
-            # its command.
-            env={**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "0"},
+            # It would begin again with it by itself; this saves it the time.
+            env={**os.environ, plan.FORK_SUPPORT: "0"},
         )
 
 
-def follow_start(directory: Directory, process: subprocess.Popen[bytes] | None) -> Iterator[Fleet]:
+class _Silence:
+    """How long a supervisor has said nothing, by our own clock: its own may have been set anew."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._beat = directory.last_beat()
+        self._since_s = time.monotonic()
+
+    def lasted_s(self) -> float:
+        """Seconds since its state changed last, or since we began to look."""
+        beat = self._directory.last_beat()
+        if beat != self._beat:
+            self._beat, self._since_s = beat, time.monotonic()
+        return time.monotonic() - self._since_s
+
+
+def follow_start(
+    directory: Directory, process: subprocess.Popen[bytes] | None, *, silence_s: float
+) -> Iterator[Fleet]:
     """The states of a starting fleet, one per look, until it is ready.
 
     Args:
         directory: the fleet's.
         process: its supervisor, where this process has started it.
+        silence_s: for how long it may say nothing, in seconds.
 
     Raises:
         FleetError: it could not be started.
     """
     until = time.monotonic() + _FIRST_STATE_S
+    silence = _Silence(directory)
+    log = directory.log("supervisor")
     while True:
         # Looked at before the state is read: what was written last is not missed then.
         ended = process is not None and process.poll() is not None
@@ -161,29 +187,42 @@ def follow_start(directory: Directory, process: subprocess.Popen[bytes] | None) 
             if fleet.phase is not Phase.STARTING and fleet.reason:
                 raise FleetError(f"the fleet could not be started: {fleet.reason}")
             ended = ended or not is_alive(fleet.supervisor)
-        if ended or (fleet is None and time.monotonic() > until):
-            why = reason_in(last_lines(directory.log("supervisor")))
+        if ended:
+            why = reason_in(last_lines(log))
             raise FleetError(
                 "the supervisor ended before the fleet was ready" + (f": {why}" if why else "")
             )
+        if fleet is not None and silence.lasted_s() > silence_s:
+            raise FleetError(f"the supervisor hangs: no word for {silence_s:g} s; its log is {log}")
+        if fleet is None and time.monotonic() > until:
+            raise FleetError(f"the supervisor did not begin within {_FIRST_STATE_S:g} s; see {log}")
         time.sleep(_LOOK_INTERVAL_S)
 
 
-def follow_stop(directory: Directory, fleet: Fleet, *, timeout_s: float) -> Iterator[Fleet]:
+def follow_stop(
+    directory: Directory, fleet: Fleet, *, timeout_s: float, silence_s: float
+) -> Iterator[Fleet]:
     """Stop a fleet and yield its states, one per look, until nothing of it is left.
 
     Args:
         directory: the fleet's.
         fleet: what is known of it.
         timeout_s: how long its supervisor may take, in seconds, until everything is killed.
+        silence_s: for how long it may say nothing, in seconds.
 
     Raises:
         FleetError: a process cannot be ended.
     """
     signal_process(fleet.supervisor, signal.SIGTERM)
     until = time.monotonic() + timeout_s
+    silence = _Silence(directory)
     while is_alive(fleet.supervisor) and time.monotonic() < until:
+        if silence.lasted_s() > silence_s:
+            break
         yield directory.read() or fleet
         time.sleep(_LOOK_INTERVAL_S)
+    # A child that hangs before it has become its command bears no mark yet, and has one parent only
+    # as long as that lives.
+    unmarked = descendants(fleet.supervisor)
     end([fleet.supervisor], grace_s=0)
-    clear_leftovers(directory)
+    clear_leftovers(directory, besides=unmarked)

@@ -1,4 +1,5 @@
-"""Follows the loads of a starting fleet, from the router's list and each batcher's own watch."""
+"""Follows the loads of a starting fleet: the router's list, each batcher's own watch, and what the
+autoscaler has launched in vain."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 
 import grpc
+from forebay.autoscaler.v1 import autoscaler_service_pb2 as autoscaler_pb
+from forebay.autoscaler.v1 import autoscaler_service_pb2_grpc as autoscaler_rpc
 from forebay.batcher.v1 import batcher_service_pb2 as batcher_pb
 from forebay.batcher.v1 import batcher_service_pb2_grpc as batcher_rpc
 from forebay.engine.v1 import engine_service_pb2 as engine_pb
@@ -15,39 +18,57 @@ from forebay.router.v1 import router_service_pb2 as router_pb
 from forebay.router.v1 import router_service_pb2_grpc as router_rpc
 from forebay_common.channel import connect
 
-from forebay_client.fleet.core.loads import Loads, Seen
+from forebay_client.fleet.core import plan
+from forebay_client.fleet.core.loads import Loads, Seen, lost_launches
 from forebay_client.fleet.core.state import Load
 
 _LIST_INTERVAL_S = 0.3
 _LOAD_INTERVAL_MS = 1000
 _CALL_TIMEOUT_S = 5.0
+_DECISIONS = 100
 
 Report = Callable[[tuple[Load, ...]], None]
 
 
 class LoadFailedError(Exception):
-    """A model cannot be loaded; the message says which."""
+    """A model cannot be loaded, or a replica not be run; the message says which.
+
+    Args:
+        message: for people.
+        replica_id: where it was last tried.
+    """
+
+    def __init__(self, message: str, replica_id: str) -> None:
+        super().__init__(message)
+        self.replica_id = replica_id
 
 
 async def until_answering(
-    router_address: str, model_versions: Sequence[str], report: Report, *, attempts: int
+    router_address: str,
+    autoscaler_address: str,
+    model_versions: Sequence[str],
+    report: Report,
+    *,
+    attempts: int,
 ) -> None:
     """Wait until the router can place a request for each model version.
 
     Args:
         router_address: the router's gRPC.
+        autoscaler_address: the autoscaler's.
         model_versions: `name@version` of each.
         report: told of every phase that a load comes to.
-        attempts: how often a load may fail.
+        attempts: how often a load, or a replica, may fail.
 
     Raises:
-        LoadFailedError: a load has failed that often.
+        LoadFailedError: it has failed that often.
     """
     loads = Loads()
     following: dict[str, asyncio.Task[None]] = {}
     try:
-        async with connect(router_address) as channel:
+        async with connect(router_address) as channel, connect(autoscaler_address) as other:
             router = router_rpc.RouterServiceStub(channel)
+            autoscaler = autoscaler_rpc.AutoscalerServiceStub(other)
             while True:
                 replicas = await _list(router)
                 for routed in replicas:
@@ -60,10 +81,14 @@ async def until_answering(
                 if _all_answer(replicas, model_versions):
                     return
                 for model_version, failures in loads.failures.items():
-                    if failures >= attempts:
+                    if len(failures) >= attempts:
                         raise LoadFailedError(
-                            f"{model_version} could not be loaded ({failures} attempts)"
+                            f"{model_version} could not be loaded ({len(failures)} attempts)",
+                            failures[-1],
                         )
+                lost = await _lost_launches(autoscaler)
+                if len(lost) >= attempts:
+                    raise LoadFailedError(f"{len(lost)} replicas ended at their start", lost[0])
                 if replicas:
                     gone = following.keys() - {r.replica.replica_id for r in replicas}
                     for replica_id in gone:
@@ -75,6 +100,26 @@ async def until_answering(
         for task in following.values():
             task.cancel()
         await asyncio.gather(*following.values(), return_exceptions=True)
+
+
+async def _lost_launches(autoscaler: autoscaler_rpc.AutoscalerServiceAsyncStub) -> Sequence[str]:
+    try:
+        # In this order, so that a replica launched in between is not taken for a lost one.
+        explained = await autoscaler.ExplainPool(
+            autoscaler_pb.ExplainPoolRequest(name=plan.POOL, limit=_DECISIONS),
+            timeout=_CALL_TIMEOUT_S,
+        )
+        listed = await autoscaler.ListPools(
+            autoscaler_pb.ListPoolsRequest(), timeout=_CALL_TIMEOUT_S
+        )
+    except grpc.RpcError:
+        return ()
+    alive = sum(
+        pool.active + pool.standby + pool.starting + pool.draining
+        for pool in listed.pools
+        if pool.pool.name == plan.POOL
+    )
+    return lost_launches([list(one.effects) for one in explained.decisions], alive=alive)
 
 
 async def _list(router: router_rpc.RouterServiceAsyncStub) -> Sequence[router_pb.RoutedReplica]:

@@ -44,17 +44,34 @@ def of_fleet(state_dir: Path) -> list[Process]:
     theirs included. Linux only; elsewhere empty."""
     marker = f"{STATE_DIR_VARIABLE}={state_dir}".encode()
     marked: set[int] = set()
+    parents = _parents()
+    for pid in parents:
+        with contextlib.suppress(OSError):
+            if marker in (_PROC / str(pid) / "environ").read_bytes().split(b"\0"):
+                marked.add(pid)
+    # A process may have overwritten its environment with its title; its ancestors tell.
+    return _identified(pid for pid in parents if _descends(pid, marked, parents))
+
+
+def descendants(process: Process) -> list[Process]:
+    """What a process that runs has started, and what that has. Linux only; elsewhere empty."""
+    parents = _parents()
+    found = _identified(pid for pid in parents if _descends(parents[pid], {process.pid}, parents))
+    return found if is_alive(process) else []
+
+
+def _identified(pids: Iterable[int]) -> list[Process]:
+    found = (identify(pid) for pid in sorted(set(pids) - {os.getpid()}))
+    return [process for process in found if process is not None]
+
+
+def _parents() -> dict[int, int]:
     parents: dict[int, int] = {}
     for pid in _pids():
         with contextlib.suppress(OSError, IndexError, ValueError):
             stat = (_PROC / str(pid) / "stat").read_text()
             parents[pid] = int(stat.rpartition(")")[2].split()[1])
-            if marker in (_PROC / str(pid) / "environ").read_bytes().split(b"\0"):
-                marked.add(pid)
-    # A process may have overwritten its environment with its title; its ancestors tell.
-    ours = {pid for pid in parents if _descends(pid, marked, parents)} - {os.getpid()}
-    found = (identify(pid) for pid in sorted(ours))
-    return [process for process in found if process is not None]
+    return parents
 
 
 def _pids() -> Iterator[int]:
@@ -62,9 +79,9 @@ def _pids() -> Iterator[int]:
         yield from (int(entry.name) for entry in _PROC.iterdir() if entry.name.isdecimal())
 
 
-def _descends(pid: int, marked: set[int], parents: dict[int, int]) -> bool:
+def _descends(pid: int, from_pids: set[int], parents: dict[int, int]) -> bool:
     while pid > 1:
-        if pid in marked:
+        if pid in from_pids:
             return True
         pid = parents.get(pid, 0)
     return False

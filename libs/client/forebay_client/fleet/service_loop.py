@@ -10,14 +10,18 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
+from forebay_client.fleet.child import Child
 from forebay_client.fleet.core.log_tail import reason_in
 from forebay_client.fleet.core.restart import RestartPolicy, Restarts
 from forebay_client.fleet.core.state import Process, Service, ServiceState
 from forebay_client.fleet.directory import last_lines
-from forebay_client.fleet.processes import identify, signal_process
+from forebay_client.fleet.processes import signal_process
 
 Report = Callable[[Service], None]
 Probe = Callable[[], Awaitable[None]]
+
+_KILL_WAIT_S = 2.0
+"""How long the system may take after SIGKILL."""
 
 
 class ServiceLoop:
@@ -69,15 +73,13 @@ class ServiceLoop:
         """Keep the service running."""
         while not self._stopping.is_set():
             began_s = time.monotonic()
-            status = await self._live(began_s)
+            detail = await self._live(began_s)
             self._identity = None
             if self._stopping.is_set():
                 break
             pause_s = self._restarts.on_death(
                 lived_s=time.monotonic() - began_s, was_ever_ready=self.ready.is_set()
             )
-            why = reason_in(await asyncio.to_thread(last_lines, self._log))
-            detail = _exit_text(status) + (f": {why}" if why else "")
             if pause_s is None:
                 self.failure = f"{self.name} {detail}"
                 self._said(ServiceState.FAILED, detail)
@@ -103,32 +105,31 @@ class ServiceLoop:
             # Its session: what it started in it must not outlive it.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._identity.pid, signal.SIGKILL)
-        await running
+            _, pending = await asyncio.wait({running}, timeout=_KILL_WAIT_S)
+        if pending:
+            # It hangs in the system, where no signal reaches it, or never became a process.
+            running.cancel()
+            await asyncio.wait({running})
+            self._said(ServiceState.FAILED, "cannot be ended")
 
-    async def _live(self, began_s: float) -> int:
-        """One life of the process; returns its exit status."""
-        with self._log.open("ab") as output:
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=self._environ,
-                # Ctrl-C at a terminal reaches the supervisor alone, which stops things in order.
-                start_new_session=True,
-            )
-        self._identity = identify(process.pid)
+    async def _live(self, began_s: float) -> str:
+        """One life of the process; returns how it ended."""
+        child = Child(self._command, environ=self._environ, log=self._log)
+        try:
+            self._identity = await child.started
+        except OSError as error:
+            return f"cannot be started: {error.strerror}"
         self._said(ServiceState.STARTING)
-        ended = asyncio.create_task(process.wait())
         probing = asyncio.create_task(self._wait_ready(began_s))
         try:
             if self._stopping.is_set() and self._identity is not None:
                 signal_process(self._identity, signal.SIGTERM)
-            await asyncio.wait({ended})
-            return ended.result()
+            status = await child.ended
         finally:
             probing.cancel()
             await asyncio.wait({probing})
+        why = reason_in(await asyncio.to_thread(last_lines, self._log))
+        return _exit_text(status) + (f": {why}" if why else "")
 
     async def _wait_ready(self, began_s: float) -> None:
         await self._probe()

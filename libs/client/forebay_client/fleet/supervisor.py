@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import shutil
@@ -28,9 +29,10 @@ from forebay_common.server import run
 from forebay_client.fleet import load_loop, ports, probes
 from forebay_client.fleet.config import PREFIX, Config, drain_timeout_s
 from forebay_client.fleet.core import plan
+from forebay_client.fleet.core.log_tail import first_crash, reason_in
 from forebay_client.fleet.core.restart import RestartPolicy
 from forebay_client.fleet.core.state import Fleet, Load, Phase, Service, ServiceState
-from forebay_client.fleet.directory import Directory, trim
+from forebay_client.fleet.directory import Directory, last_lines, trim
 from forebay_client.fleet.etcd import EtcdNotFoundError, find
 from forebay_client.fleet.processes import end, identify, of_fleet
 from forebay_client.fleet.service_loop import Probe, ServiceLoop
@@ -38,7 +40,13 @@ from forebay_client.traces.receiver import SpanReceiver
 from forebay_client.traces.store import Bounds, SpanWriter
 
 _log = logging.getLogger(__name__)
-_CARE_INTERVAL_S = 5.0
+_BEAT_INTERVAL_S = 1.0
+_BEATS_PER_TRIM = 5
+_ABORT_S = 8.0
+"""How long the services of a fleet that was never ready may take to end, all together."""
+_ABORT_LEAST_S = 0.5
+_UNREADY_STOP_S = 2.0
+"""How long one may take that was never ready: it has nothing to finish."""
 _EXTERNAL_WAIT_S = 5.0
 _HOLD_WAIT_S = 20.0
 """As long as the reaper of a killed supervisor may need."""
@@ -46,8 +54,8 @@ _REAPER = str(Path(__file__).with_name("reaper.py"))
 ETCD = "etcd"
 
 
-class StartError(Exception):
-    """The fleet cannot be started; the message says why."""
+class BrokenError(Exception):
+    """The fleet cannot be started, or cannot go on; the message says why."""
 
 
 class Supervisor:
@@ -68,6 +76,8 @@ class Supervisor:
             start_attempts=config.start_attempts,
         )
         self._loops: list[tuple[ServiceLoop, asyncio.Task[None]]] = []
+        self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        """Why the fleet cannot go on, once it cannot."""
         self._environ: dict[str, str] = {}
         self._receiver: SpanReceiver | None = None
         self._fleet = Fleet(
@@ -88,16 +98,18 @@ class Supervisor:
             if not stopping.is_set():
                 self._say(phase=Phase.READY, ready_in_s=time.monotonic() - self._began_s)
                 _log.info("the fleet is ready")
-                await stop
-        except StartError as error:
+                ends: set[asyncio.Future[Any]] = {stop, self._broken}
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                self._raise_broken()
+        except BrokenError as error:
             _log.error("%s", error)
             self._say(reason=str(error))
         finally:
             if not self._fleet.reason:
                 self._say(phase=Phase.STOPPING)
-            for task in (caring, stop):
-                task.cancel()
+            stop.cancel()
             await self._stop()
+            caring.cancel()
             self._say(phase=Phase.FAILED if self._fleet.reason else Phase.STOPPED)
         return not self._fleet.reason
 
@@ -105,25 +117,35 @@ class Supervisor:
         """Do the work unless it takes too long or `stop` ends first.
 
         Raises:
-            StartError: it takes too long, or itself says so.
+            BrokenError: it takes too long, or itself says so.
         """
         task = asyncio.create_task(work)
         try:
+            ends: set[asyncio.Future[Any]] = {task, stop, self._broken}
             await asyncio.wait(
-                {task, stop},
+                ends,
                 timeout=self._config.start_timeout_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
+            self._raise_broken()
             if task.done():
                 task.result()
             elif not stop.done():
-                raise StartError(
+                raise BrokenError(
                     f"not ready within {self._config.start_timeout_s:g} s "
                     f"({PREFIX}_START_TIMEOUT_S); see the logs in {self._directory.logs}"
                 )
         finally:
             task.cancel()
             await asyncio.wait({task})
+
+    def _raise_broken(self) -> None:
+        if self._broken.done():
+            raise BrokenError(self._broken.result())
+
+    def _break(self, reason: str) -> None:
+        if not self._broken.done():
+            self._broken.set_result(reason)
 
     async def _start(self) -> None:
         spans = await self._start_spans()
@@ -164,13 +186,20 @@ class Supervisor:
         try:
             await load_loop.until_answering(
                 addresses.router_grpc,
+                addresses.autoscaler,
                 versions,
                 self._take_loads,
                 attempts=self._config.start_attempts,
             )
         except load_loop.LoadFailedError as error:
-            raise StartError(
-                f"{error}; see the logs in {self._directory.path}/replicas/logs"
+            logs = self._directory.path / "replicas" / "logs"
+            ends = [
+                await asyncio.to_thread(last_lines, logs / f"{error.replica_id}.{part}.log")
+                for part in ("engine", "batcher")
+            ]
+            why = first_crash(ends).rstrip(".")
+            raise BrokenError(
+                f"{error}{f': {why}' if why else ''}; see the logs in {logs}"
             ) from None
 
     async def _start_spans(self) -> str:
@@ -191,7 +220,7 @@ class Supervisor:
         try:
             etcd = await asyncio.to_thread(find)
         except EtcdNotFoundError as error:
-            raise StartError(str(error)) from None
+            raise BrokenError(str(error)) from None
         if etcd.warning:
             self._say(warnings=(*self._fleet.warnings, etcd.warning))
         # Every start begins with an empty etcd: what the fleet is, its options say. Whoever wants
@@ -219,7 +248,7 @@ class Supervisor:
             async with asyncio.timeout(_EXTERNAL_WAIT_S):
                 await probes.stores(endpoints, self._options.namespace)
         except TimeoutError:
-            raise StartError(f"no etcd answers at {', '.join(endpoints)} (--etcd)") from None
+            raise BrokenError(f"no etcd answers at {', '.join(endpoints)} (--etcd)") from None
         self._take(Service(ETCD, ServiceState.EXTERNAL, time.time(), address=", ".join(endpoints)))
 
     def _run_service(self, service: plan.ServicePlan) -> ServiceLoop:
@@ -252,37 +281,61 @@ class Supervisor:
             report=self._take,
             detail=detail,
         )
-        self._loops.append((loop, asyncio.create_task(loop.run(), name=name)))
+        task = asyncio.create_task(loop.run(), name=name)
+        task.add_done_callback(self._after_loop)
+        self._loops.append((loop, task))
         return loop
 
-    async def _until_ready(self, loops: list[ServiceLoop]) -> None:
-        async def all_ready() -> None:
-            for loop in loops:
-                await loop.ready.wait()
+    def _after_loop(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("%s is not looked after any more", task.get_name(), exc_info=error)
+            self._break(f"{task.get_name()} is not looked after any more: {error}")
 
-        ready = asyncio.create_task(all_ready())
+    async def _until_ready(self, loops: list[ServiceLoop]) -> None:
+        timeout_s = self._config.ready_timeout_s
         try:
-            await asyncio.wait(
-                {ready, *(task for _, task in self._loops)}, return_when=asyncio.FIRST_COMPLETED
-            )
-            for loop, task in self._loops:
-                if task.done():
-                    raise StartError(loop.failure or f"{loop.name} ended: {task.exception()}")
-        finally:
-            ready.cancel()
-            await asyncio.wait({ready})
+            async with asyncio.timeout(timeout_s):
+                for loop in loops:
+                    await loop.ready.wait()
+        except TimeoutError:
+            late = next(loop.name for loop in loops if not loop.ready.is_set())
+            why = reason_in(await asyncio.to_thread(last_lines, self._directory.log(late)))
+            raise BrokenError(
+                f"{late} was not ready within {timeout_s:g} s ({PREFIX}_READY_TIMEOUT_S)"
+                + (f": {why}" if why else "")
+            ) from None
 
     async def _care(self) -> None:
-        """Keep the logs within their bounds."""
-        while True:
-            await asyncio.sleep(_CARE_INTERVAL_S)
-            for path in self._directory.path.glob("**/*.log"):
-                await asyncio.to_thread(trim, path, bytes_max=self._config.log_bytes_max)
+        """Say every second that we are there, and keep the logs within their bounds."""
+        for beat in itertools.count():
+            await asyncio.sleep(_BEAT_INTERVAL_S)
+            try:
+                self._directory.beat()
+                if beat % _BEATS_PER_TRIM == 0:
+                    await asyncio.to_thread(self._trim_logs)
+            except FileNotFoundError:
+                # Nobody would ever find us again.
+                self._break(f"{self._directory.path} was taken away")
+            except OSError as error:
+                _log.warning("the fleet's directory cannot be looked after: %s", error)
+
+    def _trim_logs(self) -> None:
+        for path in self._directory.path.glob("**/*.log"):
+            trim(path, bytes_max=self._config.log_bytes_max)
 
     async def _stop(self) -> None:
         # Twice, because a replica's batcher and its engine end one after the other.
-        timeout_s = 2 * (self._drain_timeout_s + self._config.stop_timeout_s)
+        patience_s = 2 * (self._drain_timeout_s + self._config.stop_timeout_s)
+        if self._fleet.ready_in_s is None:
+            # Nobody's request is in flight, but somebody waits at a terminal.
+            patience_s = min(patience_s, _ABORT_S)
+        until = time.monotonic() + patience_s
         for loop, task in reversed(self._loops):
+            timeout_s = patience_s
+            if self._fleet.ready_in_s is None:
+                timeout_s = max(_ABORT_LEAST_S, until - time.monotonic())
+            if not loop.ready.is_set():
+                timeout_s = min(timeout_s, _UNREADY_STOP_S)
             await loop.stop(timeout_s=timeout_s, running=task)
         if self._receiver is not None:
             await self._receiver.close()
@@ -301,13 +354,22 @@ class Supervisor:
         kept.append(service)
         kept.sort(key=lambda one: order.get(one.name, len(order)))
         self._say(services=tuple(kept))
+        fails = service.state is ServiceState.RESTARTING and self._fleet.phase is Phase.STARTING
+        if service.state is ServiceState.FAILED:
+            self._break(f"{service.name} {service.detail}")
+        elif fails and service.restarts >= self._config.start_attempts:
+            self._break(f"{service.name} keeps ending: it {service.detail}")
 
     def _take_loads(self, loads: tuple[Load, ...]) -> None:
         self._say(loads=loads)
 
     def _say(self, **changes: Any) -> None:
         self._fleet = dataclasses.replace(self._fleet, **changes)
-        self._directory.write(self._fleet)
+        try:
+            self._directory.write(self._fleet)
+        except OSError as error:
+            # A full disk is no reason to stop answering.
+            _log.warning("the fleet's state cannot be written: %s", error)
 
 
 def _on(port: int) -> str:
@@ -320,8 +382,17 @@ def main() -> int:
     parser.add_argument("--state-dir", type=Path, required=True)
     parser.add_argument("--while-stdin", action="store_true", help="stop when standard input ends")
     arguments = parser.parse_args()
+    if os.environ.get(plan.FORK_SUPPORT) != "0":
+        # gRPC has read it when it was imported, which was before this line: begin again.
+        environ = {**os.environ, plan.FORK_SUPPORT: "0"}
+        os.execve(sys.executable, sys.orig_argv, environ)  # noqa: S606 - this very command
     directory = Directory(arguments.state_dir)
     config = configs.load(Config, PREFIX, os.environ)
+    try:
+        options = directory.read_options()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        print(f"{directory.path}/options.json: {error}; `forebay up` writes it", file=sys.stderr)
+        return 1
     telemetry.configure("supervisor", instance_id=str(os.getpid()), distribution="forebay-client")
     succeeded = False
 
@@ -329,7 +400,7 @@ def main() -> int:
         nonlocal succeeded
         if arguments.while_stdin:
             asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stopping.set)
-        supervisor = Supervisor(directory, directory.read_options(), config)
+        supervisor = Supervisor(directory, options, config)
         succeeded = await supervisor.run(stopping)
 
     with contextlib.ExitStack() as held:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from forebay_client.fleet.core.state import Load, PhaseTime
 
 _FAILED = "failed"
+_LAUNCH = "launch "
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,8 +25,8 @@ class Loads:
 
     def __init__(self) -> None:
         self._loads: dict[tuple[str, str], Load] = {}
-        self.failures: Counter[str] = Counter()
-        """How often the load of each model version was seen to fail, on any replica."""
+        self.failures: dict[str, list[str]] = {}
+        """On which replicas the load of each model version was seen to fail, once per failure."""
 
     def observe(self, replica_id: str, models: Iterable[Seen], *, now: float) -> bool:
         """Take in a replica's report; returns whether anything changed.
@@ -47,7 +47,8 @@ class Loads:
             else:
                 continue
             changed = True
-            self.failures[seen.model_version] += seen.state == _FAILED
+            if seen.state == _FAILED:
+                self.failures.setdefault(seen.model_version, []).append(replica_id)
         return changed
 
     def forget(self, replica_ids: Iterable[str]) -> bool:
@@ -61,6 +62,23 @@ class Loads:
     def all(self) -> tuple[Load, ...]:
         """Every load, in the order they were first seen."""
         return tuple(self._loads.values())
+
+
+def lost_launches(effects: Sequence[Sequence[str]], *, alive: int) -> tuple[str, ...]:
+    """Replicas that were launched and are no more, those launched last first.
+
+    Args:
+        effects: what the autoscaler has ordered, such as `launch r-77b0`, newest decision first.
+        alive: how many replicas there are, in whatever state.
+    """
+    launched = [
+        effect.removeprefix(_LAUNCH).split()[0]
+        for decision in effects
+        for effect in decision
+        if effect.startswith(_LAUNCH)
+    ]
+    # Who is alive is not said, but the newest are the likeliest.
+    return tuple(launched[alive:])
 
 
 def _advanced(before: Load, seen: Seen, now: float) -> Load:

@@ -14,6 +14,8 @@ from typing import Any
 POOL = "local"
 STATE_DIR_VARIABLE = "FOREBAY_FLEET_STATE_DIR"
 """In the environment of every process of a fleet and of its children: whose they are."""
+FORK_SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"
+"""0 keeps gRPC's fork handlers, which can hang, out of a process that starts others."""
 
 _SPAN_ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 _SPAN_DELAY_MS = 200
