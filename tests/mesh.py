@@ -137,8 +137,8 @@ class Mesh:
             entry = await store.get(Keys(self.namespace).replica(replica_id))
         return from_json(batcher.Replica, entry.value) if entry else None
 
-    async def engine_status(self, replica_id: str) -> engine.ModelStatus:
-        """The only model version of a replica's host."""
+    async def engine_status(self, replica_id: str, model_version: str = "") -> engine.ModelStatus:
+        """A model version of a replica's host; the only one when none is named."""
         from forebay.engine.v1 import engine_service_pb2_grpc as engine_rpc
 
         async with connect(f"unix:{self.directory}/{replica_id}.sock") as channel:
@@ -147,7 +147,10 @@ class Mesh:
             )
             answer = await watch.read()
             watch.cancel()
-        return answer.models[0]
+        found: list[engine.ModelStatus] = [
+            status for status in answer.models if model_version in ("", status.spec.model_version)
+        ]
+        return found[0]
 
     def reader(self) -> SpanReader:
         """The spans that were collected."""

@@ -26,6 +26,8 @@ from forebay_common.errors import ForebayError, Reason, abort
 _log = logging.getLogger(__name__)
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _SAME_WISH_S = 1.0
+# How long a cancellation may lag behind the first write that failed because of it.
+_CANCELLATION_S = 1.0
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -225,7 +227,9 @@ class _Gate(grpc.aio.ServerInterceptor):
             raise
         except grpc.aio.BaseError:
             # A message or a status for a caller who has left can fail before the call is cancelled.
+            # gRPC ends a cancelled call quietly; left earlier, it would try to send a status.
             _log.debug("the caller of %s left", method, exc_info=True)
+            await asyncio.sleep(_CANCELLATION_S)
 
     @contextlib.contextmanager
     def _entered(self, *, counted: bool) -> Iterator[None]:

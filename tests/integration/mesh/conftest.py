@@ -1,7 +1,10 @@
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
+from forebay.engine.v1 import engine_service_pb2 as engine
 
 from tests.mesh import Mesh, running, simulated
 
@@ -13,5 +16,21 @@ async def mesh(tmp_path: Path, etcd: str, namespace: str) -> AsyncIterator[Mesh]
     async with running(tmp_path, etcd, namespace, spec) as mesh:
         mesh.add_replica("r1", spec)
         mesh.add_replica("r2", spec)
+        await mesh.placeable("r1", "r2")
+        yield mesh
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_mesh(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> AsyncIterator[Mesh]:
+    """The same, for all tests of a module that leave it as it was; also with an encoder."""
+    chat, encoder, lone = (
+        simulated(),
+        simulated("encoder@1", task=engine.TASK_EMBED),
+        simulated("lone@1"),
+    )
+    directory = tmp_path_factory.mktemp("mesh")
+    async with running(directory, etcd, f"/shared-{uuid.uuid4().hex}", chat, encoder, lone) as mesh:
+        mesh.add_replica("r1", chat, encoder)
+        mesh.add_replica("r2", chat)
         await mesh.placeable("r1", "r2")
         yield mesh
