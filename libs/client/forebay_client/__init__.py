@@ -2,7 +2,7 @@
 
     from forebay_client import Client
 
-    with Client("127.0.0.1:8001") as client:
+    with Client("127.0.0.1:7070") as client:
         for delta in client.stream_chat("smollm2", "What is the capital of France?"):
             print(delta.text, end="", flush=True)
 

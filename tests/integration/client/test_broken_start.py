@@ -108,6 +108,8 @@ def test_grpc_gets_no_fork_handlers_however_a_supervisor_is_started(
     commands: Commands, tmp_path: Path
 ) -> None:
     commands.environ[FORK_SUPPORT] = "1"
+    commands.directory.create()
+    commands.directory.spans.write_text("no database at all" * 100)
     with supervisor(commands, tmp_path) as process:
         _, registry = until_starting(commands, "registry")
         for pid in (process.pid, registry.pid):
@@ -117,6 +119,8 @@ def test_grpc_gets_no_fork_handlers_however_a_supervisor_is_started(
         assert "stopped in" in commands.run("down")
         assert time.monotonic() - began_s < _DOWN_S
         assert process.wait(BOUND_S) == 0
+    # Nor does a span store that cannot be read hold it up.
+    assert commands.directory.spans.with_name("spans.db.broken").exists()
 
 
 def test_a_supervisor_that_hangs_is_ended_with_all_it_has_started(

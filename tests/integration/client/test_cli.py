@@ -13,6 +13,8 @@ from forebay_client.fleet.core.etcd_version import Version
 from forebay_client.traces.core.span import Span, Value
 from forebay_client.traces.store import SpanWriter
 
+from tests.fleet_commands import Commands
+
 pytestmark = pytest.mark.integration
 Call = Callable[..., Result]
 
@@ -59,6 +61,50 @@ def test_impossible_wishes_are_refused_before_anything_starts(call: Call, tmp_pa
     few = call("up", "--model", "simulated", "--replicas", "3", "--max", "2")
     assert "--max 2" in one_line(few)
     assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("up", "--replicas", "many"), "--replicas"),
+        (("up", "--modle", "x"), "--model"),
+        (("chatt",), "chatt"),
+        (("chat", "--timeout"), "--timeout"),
+    ],
+)
+def test_a_mistyped_command_is_one_line(
+    arguments: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    output = Commands(tmp_path).run(*arguments, status=2)
+    assert output.startswith("Error: ")
+    assert output.count("\n") == 1
+    assert said in output
+    assert "--help`" in output
+
+
+def test_a_directory_that_cannot_be_made_is_named(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    inside = str(tmp_path / "file" / "state")
+    line = one_line(
+        call(
+            "up",
+            "--model",
+            "simulated",
+            "--http-port",
+            "0",
+            "--grpc-port",
+            "0",
+            "--state-dir",
+            inside,
+        )
+    )
+    assert inside in line
+
+
+def test_spans_that_cannot_be_read_are_one_line(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "spans.db").write_text("no database at all" * 100)
+    assert "span store" in one_line(call("trace"))
 
 
 def test_a_wrong_variable_is_named(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import sys
 from typing import Any
 
@@ -28,8 +29,12 @@ class _Commands(click.Group):
             raise click.ClickException(_one_line(error)) from None
         except (FleetError, ConfigError) as error:
             raise click.ClickException(str(error)) from None
-        except PermissionError as error:
-            raise click.ClickException(f"not permitted: {error.filename}") from None
+        except sqlite3.Error as error:
+            raise click.ClickException(f"the span store cannot be read: {error}") from None
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise click.ClickException(f"{error.filename}: {error.strerror}") from None
 
 
 @click.group(
@@ -58,6 +63,14 @@ def main() -> None:
         forebay.main(standalone_mode=False)
     except click.exceptions.Abort:
         sys.exit(_INTERRUPTED)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except click.UsageError as error:
+        # Click's own way takes three lines.
+        called = error.ctx.command_path if error.ctx else "forebay"
+        click.echo(f"Error: {error.format_message()} See `{called} --help`.", err=True)
+        sys.exit(error.exit_code)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

@@ -23,14 +23,26 @@ _TURNS_MAX = 64
 
 @click.command()
 @click.argument("prompt", required=False)
-@click.option("--model", help="Model, alias or name@version.  [default: the first that chats]")
-@click.option("--system", help="What the model is told before the conversation.")
-@click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of an answer.")
-@click.option("--temperature", type=click.FloatRange(0, 2), help="0 is greedy.")
 @click.option(
-    "--timeout", "timeout_s", type=float, default=300.0, show_default=True, help="Seconds."
+    "--model", metavar="NAME", help="Model, alias or name@version.  [default: the first that chats]"
 )
-@click.option("--trace", "traced", is_flag=True, help="Show where the time went.")
+@click.option("--system", metavar="TEXT", help="What the model is told before the conversation.")
+@click.option("--max-tokens", type=click.IntRange(1), metavar="N", help="Most tokens of an answer.")
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0, 2),
+    help="How freely tokens are drawn; 0: always the likeliest one.",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=float,
+    metavar="SECONDS",
+    default=300.0,
+    show_default=True,
+    help="Longest time that a whole answer may take.",
+)
+@click.option("--trace", "traced", is_flag=True, help="Show where the time of each answer went.")
 @address_option
 @state_dir_option
 def chat(
@@ -45,7 +57,10 @@ def chat(
     timeout_s: float,
     traced: bool,
 ) -> None:
-    """Ask a model. Without PROMPT: standard input, or on a terminal a conversation."""
+    """Ask a model, and show its answer as it comes.
+
+    Without PROMPT, or with -, the question is standard input; on a terminal, a conversation begins.
+    """
     options = GenerateOptions(timeout_s=timeout_s)
     if max_tokens is not None:
         options["max_tokens"] = max_tokens

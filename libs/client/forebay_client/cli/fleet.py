@@ -46,14 +46,16 @@ MINILM = "minilm"
 )
 @click.option(
     "--profile",
+    metavar="NAME",
     default="paced",
     show_default=True,
-    help="Step times of the simulated model.",
+    help="Step times of the simulated model: paced, instant, or a device and model.",
 )
 @click.option("--embeddings", is_flag=True, help="Also load a small embedding model.")
 @click.option(
     "--replicas",
     type=click.IntRange(1, 64),
+    metavar="N",
     default=1,
     show_default=True,
     help="Fewest active replicas.",
@@ -62,27 +64,31 @@ MINILM = "minilm"
     "--max",
     "max_replicas",
     type=click.IntRange(1, 64),
+    metavar="N",
     help="Most replicas, warm ones included.  [default: 1 for a real model, because a second one "
     "would share the same cores; 3 for a simulated one]",
 )
 @click.option(
     "--warm",
     type=click.IntRange(0, 64),
+    metavar="N",
     help="Loaded replicas kept in waiting.  [default: 0 for a real model, 1 for a simulated one]",
 )
 @click.option(
     "--http-port",
     type=click.IntRange(0, 65535),
+    metavar="PORT",
     default=8080,
     show_default=True,
-    help="OpenAI protocol; 0 takes any free port.",
+    help="Where the OpenAI protocol is served; 0 takes any free port.",
 )
 @click.option(
     "--grpc-port",
     type=click.IntRange(0, 65535),
+    metavar="PORT",
     default=7070,
     show_default=True,
-    help="gRPC; 0 takes any free port.",
+    help="Where gRPC is served; 0 takes any free port.",
 )
 @click.option(
     "--etcd",
@@ -93,6 +99,7 @@ MINILM = "minilm"
 )
 @click.option(
     "--namespace",
+    metavar="PREFIX",
     default="/forebay",
     show_default=True,
     help="Prefix of every key in etcd; one per fleet that shares an etcd.",

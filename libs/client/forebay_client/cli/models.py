@@ -15,7 +15,7 @@ from forebay_client.sync import Client
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @address_option
 @state_dir_option
 def models(directory: Directory, address: str | None, as_json: bool) -> None:

@@ -29,11 +29,14 @@ _TIMEOUT_S = 3.0
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @address_option
 @state_dir_option
 def status(directory: Directory, address: str | None, as_json: bool) -> None:
-    """Show the fleet: services, replicas, pools. Exits with 1 when it is not ready."""
+    """Show the fleet: its services, replicas and pools.
+
+    The exit status is 1 when it is not ready.
+    """
     fleet = None if address else running(directory)
     if fleet is None and not address:
         if as_json:

@@ -23,18 +23,22 @@ _PLAIN_WIDTH = 110
 
 @click.command()
 @click.argument("name", metavar="[ID]", required=False)
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @click.option(
     "--newest",
     type=click.IntRange(1, 1000),
+    metavar="N",
     default=10,
     show_default=True,
-    help="How many to list.",
+    help="How many traces to list.",
 )
 @state_dir_option
 def trace(directory: Directory, name: str | None, as_json: bool, newest: int) -> None:
-    """Show where a request's time went. ID is a request id or a trace id; without one, the newest
-    traces are listed."""
+    """Show where a request's time went.
+
+    ID is a request id or a trace id; without one, the newest traces are listed. Traces outlive the
+    fleet that made them.
+    """
     if name is None:
         _list(directory, newest, as_json=as_json)
     else:

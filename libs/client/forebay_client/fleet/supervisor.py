@@ -15,6 +15,7 @@ import itertools
 import logging
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import time
@@ -210,7 +211,16 @@ class Supervisor:
             bytes_max=self._config.span_bytes_max,
             age_s_max=self._config.span_age_s_max,
         )
-        self._receiver = SpanReceiver(SpanWriter(self._directory.spans, bounds))
+        path = self._directory.spans
+        try:
+            writer = SpanWriter(path, bounds)
+        except sqlite3.DatabaseError as error:
+            _log.warning("the span store is set aside and begun anew: %s", error)
+            for part in ("-wal", "-shm"):
+                path.with_name(path.name + part).unlink(missing_ok=True)
+            path.replace(path.with_name(path.name + ".broken"))
+            writer = SpanWriter(path, bounds)
+        self._receiver = SpanReceiver(writer)
         return await self._receiver.listen(f"{ports.HOST}:0")
 
     async def _start_etcd(self, addresses: plan.Addresses, *, peer_address: str) -> None:
