@@ -26,13 +26,18 @@ from forebay_common.errors import ForebayError, Reason, abort
 _log = logging.getLogger(__name__)
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _SAME_WISH_S = 1.0
-# How long a cancellation may lag behind the first write that failed because of it.
-_CANCELLATION_S = 1.0
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 _Decode: TypeAlias = Callable[[bytes], Any]
+
+
+def _is_worth_a_log(record: logging.LogRecord) -> bool:
+    # gRPC calls it an error when a message or a status finds no caller any more, unless it has
+    # already seen the caller leave: which of the two comes first is chance.
+    departed = record.getMessage().startswith("ExecuteBatchError raised in core")
+    return not departed or _log.isEnabledFor(logging.DEBUG)
 
 
 class Server:
@@ -45,6 +50,7 @@ class Server:
         max_concurrent_rpcs: int | None = None,
         ping_interval_s_min: float = KEEPALIVE_S / 2,
     ) -> None:
+        logging.getLogger("grpc._cython.cygrpc").addFilter(_is_worth_a_log)
         self._gate = _Gate()
         self.grpc = grpc.aio.server(
             interceptors=(self._gate,),
@@ -209,27 +215,19 @@ class _Gate(grpc.aio.ServerInterceptor):
     async def _pass(
         self, context: _Context, method: str, *, counted: bool
     ) -> AsyncGenerator[None, None]:
-        """Let one call in, and give it its one status unless its caller has left."""
+        """Let one call in, and give it its one status."""
         try:
-            try:
-                with self._entered(counted=counted):
-                    yield
-                return
-            except ForebayError as error:
-                refusal = error
-            except (grpc.aio.BaseError, asyncio.CancelledError):
-                raise
-            except Exception:
-                _log.exception("unexpected error in %s", method)
-                refusal = ForebayError(Reason.INTERNAL, "An unexpected error happened here.")
-            await abort(context, refusal)
-        except grpc.aio.AbortError:
+            with self._entered(counted=counted):
+                yield
+            return
+        except ForebayError as error:
+            refusal = error
+        except (grpc.aio.BaseError, asyncio.CancelledError):
             raise
-        except grpc.aio.BaseError:
-            # A message or a status for a caller who has left can fail before the call is cancelled.
-            # gRPC ends a cancelled call quietly; left earlier, it would try to send a status.
-            _log.debug("the caller of %s left", method, exc_info=True)
-            await asyncio.sleep(_CANCELLATION_S)
+        except Exception:
+            _log.exception("unexpected error in %s", method)
+            refusal = ForebayError(Reason.INTERNAL, "An unexpected error happened here.")
+        await abort(context, refusal)
 
     @contextlib.contextmanager
     def _entered(self, *, counted: bool) -> Iterator[None]:
