@@ -112,7 +112,7 @@ async def _rounds(report: Report, bare: _Child, load: _Child, mesh: Mesh) -> Non
         child.round(0, 16)
     status = await mesh.engine_status("r1")
     watched = {
-        "router": mesh.router_pid,
+        "router": mesh.router.pid,
         "batcher": mesh.replicas["r1"].batcher.pid,
         "engine host": mesh.replicas["r1"].host.pid,
         "runner": status.runner_pid,

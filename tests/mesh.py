@@ -19,8 +19,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 from forebay.batcher.v1 import batcher_service_pb2 as batcher
 from forebay.engine.v1 import engine_service_pb2 as engine
+from forebay.inference.v1 import inference_service_pb2 as inference
+from forebay.inference.v1 import inference_service_pb2_grpc as inference_rpc
 from forebay.router.v1 import router_service_pb2 as router
 from forebay.router.v1 import router_service_pb2_grpc as router_rpc
 from forebay_client.traces.receiver import SpanReceiver
@@ -52,7 +55,6 @@ class Mesh:
         self.spans = directory / "spans.db"
         self.http = ""
         self.grpc = ""
-        self.router_pid = 0
         self.replicas: dict[str, Replica] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
         self._environment: dict[str, str] = {}
@@ -77,8 +79,8 @@ class Mesh:
             "OTEL_EXPORTER_OTLP_INSECURE": "true",
             "OTEL_BSP_SCHEDULE_DELAY": "100",
         }
-        self.spawn("registry")
-        self.router_pid = self.spawn("router").pid
+        self.registry = self.spawn("registry")
+        self.router = self.spawn("router")
         addresses = await self._addresses("router")
         self.grpc, self.http = addresses["grpc"], addresses["http"]
 
@@ -105,15 +107,18 @@ class Mesh:
             FOREBAY_ENGINE_LOAD=json.dumps(loads),
             FOREBAY_INSTANCE_ID=f"host-{replica_id}",
         )
-        sidecar = self.spawn(
+        self.replicas[replica_id] = Replica(replica_id, host, self.add_batcher(replica_id, role))
+
+    def add_batcher(self, replica_id: str, role: str = "active") -> subprocess.Popen[bytes]:
+        """Start a batcher of a replica's host."""
+        return self.spawn(
             "batcher",
             FOREBAY_BATCHER_LISTEN="127.0.0.1:0",
-            FOREBAY_BATCHER_ENGINE_ADDRESS=socket,
+            FOREBAY_BATCHER_ENGINE_ADDRESS=f"unix:{self.directory}/{replica_id}.sock",
             FOREBAY_BATCHER_REPLICA_ID=replica_id,
             FOREBAY_BATCHER_ROLE=role,
             FOREBAY_INSTANCE_ID=replica_id,
         )
-        self.replicas[replica_id] = Replica(replica_id, host, sidecar)
 
     async def view(self) -> dict[str, router.RoutedReplica]:
         """The replicas as the router sees them."""
@@ -152,6 +157,15 @@ class Mesh:
         ]
         return found[0]
 
+    def errors_logged(self) -> list[str]:
+        """What any process called an error."""
+        return [
+            line[:500]
+            for log in self.directory.glob("*.log")
+            for line in log.read_text().splitlines()
+            if '"level": "ERROR"' in line or line.startswith("Traceback")
+        ]
+
     def reader(self) -> SpanReader:
         """The spans that were collected."""
         return SpanReader(self.spans)
@@ -185,6 +199,49 @@ class Mesh:
         return found
 
 
+async def ask(
+    stub: inference_rpc.InferenceServiceStub, *, tokens: int = 3, text: str = "Hello"
+) -> str:
+    """One answer of the model `sim`, over gRPC."""
+    request = inference.GenerateRequest(
+        model="sim", text=text, sampling=inference.SamplingOptions(max_tokens=tokens)
+    )
+    call = stub.Generate(request, timeout=30)
+    return "".join([part.text_delta async for part in call])
+
+
+class Load:
+    """Asks all the time, several at once, and keeps every failure."""
+
+    def __init__(self, address: str, streams: int) -> None:
+        self._address = address
+        self._streams = streams
+        self._stopping = asyncio.Event()
+        self.answered = 0
+        self.failures: list[str] = []
+
+    async def __aenter__(self) -> Load:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *exc_info: Any) -> None:
+        self._stopping.set()
+        await self._task
+
+    async def _run(self) -> None:
+        async with connect(self._address) as channel:
+            stub = inference_rpc.InferenceServiceStub(channel)
+            await asyncio.gather(*(self._ask_on(stub) for _ in range(self._streams)))
+
+    async def _ask_on(self, stub: inference_rpc.InferenceServiceStub) -> None:
+        while not self._stopping.is_set():
+            try:
+                await ask(stub)
+                self.answered += 1
+            except grpc.aio.AioRpcError as error:
+                self.failures.append(f"{error.code().name}: {error.details()}")
+
+
 def simulated(name: str = "sim@1", *, profile: str = "paced", **fields: Any) -> engine.ModelSpec:
     """A simulated model version."""
     return engine.ModelSpec(
@@ -212,12 +269,16 @@ async def until(condition: Callable[[], Awaitable[bool]], timeout_s: float) -> f
 
 @contextlib.asynccontextmanager
 async def running(
-    directory: Path, etcd: str, namespace: str, *specs: engine.ModelSpec
+    directory: Path,
+    etcd: str,
+    namespace: str,
+    *specs: engine.ModelSpec,
+    drain_timeout_s: float = 5,
 ) -> AsyncIterator[Mesh]:
     """A mesh without replicas, ended afterwards."""
     mesh = Mesh(directory, etcd, namespace)
     try:
-        await mesh.start(*specs)
+        await mesh.start(*specs, drain_timeout_s=drain_timeout_s)
         yield mesh
     finally:
         await mesh.stop()

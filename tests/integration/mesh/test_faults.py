@@ -8,64 +8,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from forebay.engine.v1 import engine_service_pb2 as engine
 from forebay.inference.v1 import inference_service_pb2 as pb
 from forebay.inference.v1 import inference_service_pb2_grpc as rpc
 from forebay_common.channel import connect
 
-from tests.mesh import Mesh, running, simulated, until
+from tests.mesh import Load, Mesh, ask, running, simulated, until
 
 pytestmark = pytest.mark.integration
 _OUTAGE_S = float(os.environ.get("FOREBAY_TEST_OUTAGE_S", "10"))
-
-
-async def _ask(stub: rpc.InferenceServiceStub, *, tokens: int = 3, text: str = "Hello") -> str:
-    request = pb.GenerateRequest(
-        model="sim", text=text, sampling=pb.SamplingOptions(max_tokens=tokens)
-    )
-    call = stub.Generate(request, timeout=30)
-    return "".join([part.text_delta async for part in call])
-
-
-class _Load:
-    """Asks all the time, several at once, and keeps every failure."""
-
-    def __init__(self, address: str, streams: int) -> None:
-        self._address = address
-        self._streams = streams
-        self._stopping = asyncio.Event()
-        self.answered = 0
-        self.failures: list[str] = []
-
-    async def __aenter__(self) -> "_Load":
-        self._task = asyncio.create_task(self._run())
-        return self
-
-    async def __aexit__(self, *exc_info: Any) -> None:
-        self._stopping.set()
-        await self._task
-
-    async def _run(self) -> None:
-        async with connect(self._address) as channel:
-            stub = rpc.InferenceServiceStub(channel)
-            await asyncio.gather(*(self._ask_on(stub) for _ in range(self._streams)))
-
-    async def _ask_on(self, stub: rpc.InferenceServiceStub) -> None:
-        while not self._stopping.is_set():
-            try:
-                await _ask(stub)
-                self.answered += 1
-            except grpc.aio.AioRpcError as error:
-                self.failures.append(f"{error.code().name}: {error.details()}")
 
 
 async def test_a_killed_runner_is_unseen_replaced_and_gone_from_the_view_within_a_second(
     mesh: Mesh,
 ) -> None:
     victim = await mesh.engine_status("r1")
-    async with _Load(mesh.grpc, 4) as load:
+    async with Load(mesh.grpc, 4) as load:
         await until(lambda: _true(load.answered > 20), 20)
         # Only requests that have no first token yet can move to another replica unseen, and a
         # runner without requests in flight has none that were further: so let one wait for it.
@@ -97,7 +56,7 @@ async def test_requests_without_a_first_token_are_answered_by_the_other_replica(
     async with connect(mesh.grpc) as channel:
         stub = rpc.InferenceServiceStub(channel)
         os.kill(pids["r1"], signal.SIGSTOP)
-        asked = [asyncio.create_task(_ask(stub, text=f"{n}")) for n in range(40)]
+        asked = [asyncio.create_task(ask(stub, text=f"{n}")) for n in range(40)]
 
         async def held() -> bool:
             return (await mesh.view())["r1"].in_flight > 0
@@ -119,14 +78,14 @@ async def test_a_killed_host_leaves_no_runner(mesh: Mesh) -> None:
     await until(dead, 5)
     await mesh.placeable("r2")
     async with connect(mesh.grpc) as channel:
-        assert await _ask(rpc.InferenceServiceStub(channel))
+        assert await ask(rpc.InferenceServiceStub(channel))
 
 
 async def test_a_killed_batcher_is_unseen(mesh: Mesh) -> None:
     async with connect(mesh.grpc) as channel:
         stub = rpc.InferenceServiceStub(channel)
         mesh.replicas["r1"].batcher.kill()
-        assert all(await asyncio.gather(*(_ask(stub) for _ in range(20))))
+        assert all(await asyncio.gather(*(ask(stub) for _ in range(20))))
         await mesh.placeable("r2")
 
 
@@ -141,7 +100,7 @@ async def test_without_etcd_every_request_is_answered(
         mesh.add_replica("r1", spec)
         mesh.add_replica("r2", spec)
         await mesh.placeable("r1", "r2")
-        async with _Load(mesh.grpc, 8) as load:
+        async with Load(mesh.grpc, 8) as load:
             await until(lambda: _true(load.answered > 20), 20)
             if how == "killed":
                 etcd.kill()

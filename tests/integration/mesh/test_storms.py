@@ -30,7 +30,7 @@ def a_chat(**fields: object) -> bytes:
 
 async def open_files(mesh: Mesh) -> dict[str, int]:
     """Open file descriptors of the processes a request passes."""
-    pids = {"router": mesh.router_pid}
+    pids = {"router": mesh.router.pid}
     for name, replica in mesh.replicas.items():
         pids |= {f"batcher {name}": replica.batcher.pid, f"host {name}": replica.host.pid}
         pids[f"runner {name}"] = (await mesh.engine_status(name, "sim@1")).runner_pid
@@ -39,15 +39,6 @@ async def open_files(mesh: Mesh) -> dict[str, int]:
 
 def count_files(pid: int) -> int:
     return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-
-
-def errors_logged(mesh: Mesh) -> list[str]:
-    return [
-        line[:500]
-        for log in mesh.directory.glob("*.log")
-        for line in log.read_text().splitlines()
-        if '"level": "ERROR"' in line or not line.startswith("{")
-    ]
 
 
 async def router_gauge(address: str, name: str) -> float:
@@ -79,7 +70,7 @@ async def settle(mesh: Mesh, files_before: Mapping[str, int]) -> None:
         return await is_quiet(mesh) and all(files[n] <= files_before[n] + 2 for n in files)
 
     await until(settled, 10)
-    assert errors_logged(mesh) == []
+    assert mesh.errors_logged() == []
 
 
 async def test_five_hundred_calls_that_leave_at_random_moments_leave_nothing(
@@ -203,4 +194,4 @@ async def test_a_reader_who_never_reads_is_cut_and_forgotten(shared_mesh: Mesh) 
         return count_files(router.pid) <= files + 2 and await is_quiet(mesh)
 
     await until(closed, 10)
-    assert errors_logged(mesh) == []
+    assert mesh.errors_logged() == []
