@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -141,7 +140,7 @@ def test_a_supervisor_that_hangs_is_ended_with_all_it_has_started(
 def test_a_fleet_whose_directory_is_taken_away_ends(commands: Commands, tmp_path: Path) -> None:
     with supervisor(commands, tmp_path) as process:
         _, registry = until_starting(commands, "registry")
-        shutil.rmtree(commands.directory.path)
+        commands.directory.path.rename(tmp_path / "taken-away")
         assert process.wait(BOUND_S) == 1
     assert wait_gone([registry], timeout_s=BOUND_S) == []
 

@@ -164,7 +164,8 @@ async def test_chat_sends_a_conversation(client: AsyncClient, running: _Running)
     assert running.hop.metadata["forebay-session"] == "s-1"
     assert running.hop.metadata["forebay-class"] == "BATCH"
     assert running.hop.remaining_s is not None
-    assert 0 < running.hop.remaining_s <= 3
+    # gRPC rounds a timeout up by some per cent on its way.
+    assert 0 < running.hop.remaining_s <= 3 * 1.05
 
 
 async def test_vectors_keep_the_order_of_inputs(client: AsyncClient, blocking: Client) -> None:
