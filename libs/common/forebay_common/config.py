@@ -7,13 +7,14 @@ the table that stands in a service's README.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import math
 import secrets
 import sys
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -27,6 +28,15 @@ class ConfigError(ValueError):
     def __init__(self, variable: str, problem: str) -> None:
         super().__init__(f"{variable}: {problem}")
         self.variable = variable
+
+
+@contextlib.contextmanager
+def said_plainly() -> Iterator[None]:
+    """End the process with a wrong variable's one line instead of a traceback."""
+    try:
+        yield
+    except ConfigError as error:
+        sys.exit(str(error))
 
 
 def option(

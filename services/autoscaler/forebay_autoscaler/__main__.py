@@ -145,6 +145,7 @@ async def _put_first(store: Store, pools: PoolStore, first: tuple[autoscaler.Poo
             break
 
 
+@configs.said_plainly()
 def main() -> None:
     """Entry point of `forebay-autoscaler`."""
     common = configs.load_common(os.environ)

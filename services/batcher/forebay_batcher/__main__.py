@@ -135,6 +135,7 @@ def _advertised(bound: str, advertise_host: str) -> str:
     return f"{advertise_host}:{bound.rpartition(':')[2]}"
 
 
+@configs.said_plainly()
 def main() -> None:
     """Run a batcher as the environment says."""
     common = configs.load_common(os.environ)

@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 _SERVICE = pb.DESCRIPTOR.services_by_name["EngineService"].full_name
 
 
+@common_config.said_plainly()
 def main() -> None:
     """Run the host until SIGTERM, then drain and unload everything."""
     server.run(serve)

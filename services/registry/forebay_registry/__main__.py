@@ -114,6 +114,7 @@ def _report(server: Server, feed: CatalogueFeed, *, stale_after_s: float) -> Non
         _MODELS.set(len(feed.catalogue.models))
 
 
+@configs.said_plainly()
 def main() -> None:
     """Entry point of `forebay-registry`."""
     common = configs.load_common(os.environ)

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 
 import prometheus_client
 from forebay_common import telemetry
-from forebay_common.config import ConfigError, load, load_common
+from forebay_common.config import load, load_common, said_plainly
 from forebay_common.server import run
 
 from forebay_router.app import serve
 from forebay_router.config import PREFIX, Config
 
 
+@said_plainly()
 def main() -> None:
     """Serve until SIGTERM or SIGINT, then drain and exit with 0."""
-    try:
-        common = load_common(os.environ)
-        config = load(Config, PREFIX, os.environ)
-    except ConfigError as error:
-        sys.exit(str(error))
+    common = load_common(os.environ)
+    config = load(Config, PREFIX, os.environ)
     telemetry.configure("router", instance_id=common.instance_id, log_level=common.log_level)
 
     async def entry(stopping: asyncio.Event) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -140,7 +141,9 @@ def test_a_supervisor_that_hangs_is_ended_with_all_it_has_started(
 def test_a_fleet_whose_directory_is_taken_away_ends(commands: Commands, tmp_path: Path) -> None:
     with supervisor(commands, tmp_path) as process:
         _, registry = until_starting(commands, "registry")
-        commands.directory.path.rename(tmp_path / "taken-away")
+        # What runs in it may still write into it meanwhile.
+        while commands.directory.path.exists():
+            shutil.rmtree(commands.directory.path, ignore_errors=True)
         assert process.wait(BOUND_S) == 1
     assert wait_gone([registry], timeout_s=BOUND_S) == []
 
