@@ -141,7 +141,7 @@ def test_a_supervisor_that_hangs_is_ended_with_all_it_has_started(
 def test_a_fleet_whose_directory_is_taken_away_ends_or_can_be_ended(
     commands: Commands, tmp_path: Path
 ) -> None:
-    """A service may make the directory again before the supervisor looks: then it is found there."""
+    """A service may make the directory again before the supervisor looks; then it is found."""
     with supervisor(commands, tmp_path) as process:
         _, registry = until_starting(commands, "registry")
         shutil.rmtree(commands.directory.path, ignore_errors=True)
