@@ -20,7 +20,7 @@ def _artifact(name: str) -> str:
     pytest.importorskip("vllm", reason="needs forebay-engine[cpu] or [cuda]")
     artifact = _MODELS / name
     if not (artifact / MANIFEST).exists():
-        pytest.skip(f"prepare it: python -m forebay_engine.prepare {name} --into {artifact}")
+        pytest.fail(f"prepare it: python -m forebay_engine.prepare {name} --into {artifact}")
     return str(artifact)
 
 
