@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from enum import Enum
+from collections.abc import Awaitable
 from typing import Any, Protocol, TypeAlias
 
 from forebay_common.errors import ForebayError
 from forebay_common.metadata import Metadata, Usage
+from forebay_common.telemetry import extract
 from opentelemetry.context import Context
 
 SERVICE = "forebay.inference.v1.InferenceService"
@@ -42,9 +44,9 @@ class Outcome(Enum):
     FAILED = "failed"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Head:
-    """What is known of a request without its message."""
+    """What is known of a request without its message. Nobody changes it."""
 
     method: Method
     metadata: dict[str, str]
@@ -52,8 +54,12 @@ class Head:
     deadline: float | None
     """On the clock of `time.monotonic`, in seconds; None when the caller gave none."""
     request_id: str
-    trace: Context
-    """The caller's trace context; empty when there is none."""
+
+    @property
+    def trace(self) -> Context:
+        """The caller's trace context; empty when there is none. Read it for a span only: it is
+        parsed anew each time."""
+        return extract(self.metadata.items())
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,13 +114,15 @@ Decision: TypeAlias = Retry | Fail
 class Policy(Protocol):
     """Decides for a relay. All calls come from the relay's event loop."""
 
-    async def admit(self, head: Head, message: bytes) -> Route:
-        """Choose where a request goes; may wait for room.
+    def admit(self, head: Head, message: bytes) -> Route | Awaitable[Route]:
+        """Choose where a request goes.
 
-        If the wait is cancelled, the policy forgets the request by itself.
+        Answers at once where it can, which spares a task per request; an awaitable is for requests
+        that wait. If the wait is cancelled, the policy forgets the request by itself.
 
         Raises:
-            ForebayError: the request is refused; `on_end` is not called.
+            ForebayError: the request is refused; `on_end` is not called. The awaitable may raise
+                it, too.
         """
         ...
 
