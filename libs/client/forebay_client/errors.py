@@ -85,6 +85,7 @@ CLASSES: Mapping[Reason, type[ForebayError]] = {
     Reason.MODEL_NOT_LOADED: Overloaded,
     Reason.DEADLINE_EXCEEDED: DeadlineExceeded,
     Reason.CANCELLED: Cancelled,
+    Reason.SLOW_READER: Cancelled,
     Reason.REPLICA_LOST: ReplicaLost,
     Reason.INTERNAL: ServerFault,
     Reason.LOAD_FAILED: ServerFault,

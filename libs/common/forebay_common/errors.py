@@ -14,10 +14,12 @@ from typing import Any, NoReturn
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 DOMAIN = "forebay"
+_RETRY_AFTER_S_MAX = 86_400.0
 
 
 class Reason(StrEnum):
@@ -48,6 +50,7 @@ class Reason(StrEnum):
     REQUEST_NOT_FOUND = "REQUEST_NOT_FOUND"
     STALE_FENCE = "STALE_FENCE"
     STORE_UNAVAILABLE = "STORE_UNAVAILABLE"
+    SLOW_READER = "SLOW_READER"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,17 +121,19 @@ TABLE: Mapping[Reason, Status] = {
     Reason.STORE_UNAVAILABLE: _row(
         _Code.UNAVAILABLE, 503, _SERVER, "store_unavailable", retryable=True
     ),
+    # What is exhausted is the room to keep an answer that its caller does not take.
+    Reason.SLOW_READER: _row(_Code.RESOURCE_EXHAUSTED, 408, _BAD, "slow_reader"),
 }
 
 # How a peer's bare status reads when it carries no ErrorInfo of ours: a proxy's, a library's, or
 # that of a connection that broke.
-_BY_CODE: Mapping[grpc.StatusCode, tuple[Reason, str]] = {
-    _Code.UNAVAILABLE: (Reason.REPLICA_LOST, "The replica's connection was lost."),
-    _Code.CANCELLED: (Reason.CANCELLED, "The call was cancelled."),
-    _Code.DEADLINE_EXCEEDED: (Reason.DEADLINE_EXCEEDED, "The deadline passed."),
-    _Code.INVALID_ARGUMENT: (Reason.INVALID_ARGUMENT, "The request was refused as malformed."),
-    _Code.RESOURCE_EXHAUSTED: (Reason.BODY_TOO_LARGE, "The message is larger than allowed."),
-    _Code.UNIMPLEMENTED: (Reason.UNSUPPORTED, "The method is not offered there."),
+_BY_CODE: Mapping[int, tuple[Reason, str]] = {
+    code_pb2.UNAVAILABLE: (Reason.REPLICA_LOST, "The replica's connection was lost."),
+    code_pb2.CANCELLED: (Reason.CANCELLED, "The call was cancelled."),
+    code_pb2.DEADLINE_EXCEEDED: (Reason.DEADLINE_EXCEEDED, "The deadline passed."),
+    code_pb2.INVALID_ARGUMENT: (Reason.INVALID_ARGUMENT, "The request was refused as malformed."),
+    code_pb2.RESOURCE_EXHAUSTED: (Reason.BODY_TOO_LARGE, "The message is larger than allowed."),
+    code_pb2.UNIMPLEMENTED: (Reason.UNSUPPORTED, "The method is not offered there."),
 }
 
 
@@ -177,7 +182,17 @@ class ForebayError(Exception):
 
 def to_rpc_status(error: ForebayError) -> Any:
     """The error as a grpc.Status with ErrorInfo and, where waiting helps, RetryInfo."""
-    status = error.status
+    return rpc_status.to_status(_to_message(error))
+
+
+def to_trailers(error: ForebayError) -> tuple[int, str, bytes]:
+    """The error as `grpc-status`, `grpc-message` (not yet percent-encoded), and
+    `grpc-status-details-bin` (not yet base64)."""
+    message = _to_message(error)
+    return message.code, message.message, message.SerializeToString()
+
+
+def _to_message(error: ForebayError) -> status_pb2.Status:
     info = error_details_pb2.ErrorInfo(reason=error.reason.value, domain=DOMAIN)
     if error.param is not None:
         info.metadata["param"] = error.param
@@ -186,10 +201,9 @@ def to_rpc_status(error: ForebayError) -> Any:
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(round(error.retry_after_s * 1000))
         details.append(_pack(error_details_pb2.RetryInfo(retry_delay=delay)))
-    message = status_pb2.Status(
-        code=getattr(code_pb2, status.grpc.name), message=error.message, details=details
+    return status_pb2.Status(
+        code=getattr(code_pb2, error.status.grpc.name), message=error.message, details=details
     )
-    return rpc_status.to_status(message)
 
 
 def _pack(message: Any) -> any_pb2.Any:
@@ -207,33 +221,45 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: ForebayError
 
 
 def from_rpc_error(error: grpc.RpcError) -> ForebayError:
-    """Read a peer's status. Without our ErrorInfo, the code alone decides and its text is dropped,
-    because a foreign text may hold an address."""
+    """Read a peer's status, by the rules of `from_status`."""
     if not isinstance(error, grpc.aio.AioRpcError) and not isinstance(error, grpc.Call):
         return ForebayError(Reason.INTERNAL, "The call failed.")
-    code = error.code()
     trailing = error.trailing_metadata() or ()
     packed = next((v for k, v in trailing if k == "grpc-status-details-bin"), None)
-    if isinstance(packed, bytes):
-        parsed = _from_details(packed)
-        if parsed is not None:
-            return parsed
+    number: int = error.code().value[0]
+    return from_status(number, packed if isinstance(packed, bytes) else None)
+
+
+def from_status(code: int, details: bytes | None) -> ForebayError:
+    """Read a peer's `grpc-status` and `grpc-status-details-bin`.
+
+    Without our ErrorInfo, or when the details are malformed, the code alone decides, and the peer's
+    text is dropped, because a foreign text may hold an address.
+    """
+    if details is not None:
+        error = _from_details(details)
+        if error is not None:
+            return error
     reason, message = _BY_CODE.get(code, (Reason.INTERNAL, "The replica failed."))
     return ForebayError(reason, message)
 
 
 def _from_details(packed: bytes) -> ForebayError | None:
-    status = status_pb2.Status.FromString(packed)
     info: error_details_pb2.ErrorInfo | None = None
     retry_after_s: float | None = None
-    for detail in status.details:
-        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-            info = error_details_pb2.ErrorInfo()
-            detail.Unpack(info)
-        elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
-            retry = error_details_pb2.RetryInfo()
-            detail.Unpack(retry)
-            retry_after_s = retry.retry_delay.ToMilliseconds() / 1000
+    try:
+        status = status_pb2.Status.FromString(packed)
+        for detail in status.details:
+            if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+                info = error_details_pb2.ErrorInfo()
+                detail.Unpack(info)
+            elif detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
+                retry = error_details_pb2.RetryInfo()
+                detail.Unpack(retry)
+                delay_s = retry.retry_delay.ToMilliseconds() / 1000
+                retry_after_s = min(max(0.0, delay_s), _RETRY_AFTER_S_MAX)
+    except DecodeError:
+        return None
     if info is None or info.domain != DOMAIN or info.reason not in Reason.__members__:
         return None
     return ForebayError(
