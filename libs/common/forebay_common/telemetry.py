@@ -7,13 +7,16 @@ sampled or, at the first hop, by the standard sampler variables.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
+import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import metadata as packages
+from typing import NamedTuple
 
 import prometheus_client
 from opentelemetry import propagate, trace
@@ -22,10 +25,21 @@ from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util import types
+
+from forebay_common.metadata import TRACEPARENT, TRACESTATE, Metadata
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROPAGATOR = TraceContextTextMapPropagator()
+# Version ff is none, and ids of zeros alone are invalid. A later version may define what follows the
+# flags.
+_TRACEPARENT = re.compile(
+    r"(?!ff)(?P<version>[0-9a-f]{2})-(?!0{32})(?P<trace_id>[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}"
+    r"-(?P<flags>[0-9a-f]{2})(?P<more>-[\x20-\x7e]{0,256})?"
+)
+_TRACESTATE_CHARS_MAX = 8192
 
 
 def configure(
@@ -79,7 +93,73 @@ def version_of(distribution: str) -> str:
 
 def tracer() -> trace.Tracer:
     """The tracer of Forebay's own spans."""
-    return trace.get_tracer("forebay")
+    return _tracer_of(trace.get_tracer_provider())
+
+
+def start_span(
+    name: str,
+    metadata: Mapping[str, str],
+    *,
+    kind: trace.SpanKind = trace.SpanKind.INTERNAL,
+    attributes: types.Attributes = None,
+    start_time: int | None = None,
+) -> trace.Span | None:
+    """Start a span under the caller's, or say with None that nothing would be recorded of it.
+
+    None: no tracing is set up, or the caller's trace is not sampled and the sampler follows the
+    caller. Where a trace begins and the sampler drops it, the span records nothing and is returned
+    nevertheless: the next hop is told of the decision through it.
+
+    Args:
+        name: the span's.
+        metadata: the call's, keys in lower case.
+        kind: the span's.
+        attributes: the span's.
+        start_time: nanoseconds since the epoch; now when None.
+    """
+    provider = trace.get_tracer_provider()
+    if isinstance(provider, trace.ProxyTracerProvider):
+        return None
+    parent = _parent_of(metadata)
+    if parent is not None and not parent.sampled and _follows_parent(provider):
+        return None
+    return _tracer_of(provider).start_span(
+        name,
+        context=extract(metadata.items()),
+        kind=kind,
+        attributes=attributes,
+        start_time=start_time,
+    )
+
+
+def start_child(name: str, parent: trace.Span | None) -> trace.Span | None:
+    """Start a span under another of this hop; None where nothing would be recorded of it."""
+    if parent is None or not parent.is_recording():
+        return None
+    return tracer().start_span(name, context=context_of(parent))
+
+
+def passed_on(metadata: Mapping[str, str], span: trace.Span | None) -> Metadata:
+    """The trace context for the next hop: the span's, or without one the caller's own text."""
+    if span is not None:
+        return inject(context_of(span))
+    if _parent_of(metadata) is None:
+        return ()
+    traceparent = (TRACEPARENT, metadata[TRACEPARENT])
+    tracestate = metadata.get(TRACESTATE)
+    if tracestate is None or not _is_passable(tracestate):
+        return (traceparent,)
+    return (traceparent, (TRACESTATE, tracestate))
+
+
+def trace_id_of(metadata: Mapping[str, str], span: trace.Span | None) -> str:
+    """The trace's id, 32 hexadecimal digits: the span's, or without one the caller's; empty where
+    there is none."""
+    if span is None:
+        parent = _parent_of(metadata)
+        return parent.trace_id if parent is not None else ""
+    context = span.get_span_context()
+    return trace.format_trace_id(context.trace_id) if context.is_valid else ""
 
 
 def extract(metadata: Iterable[tuple[str, str | bytes]] | None) -> Context:
@@ -87,12 +167,12 @@ def extract(metadata: Iterable[tuple[str, str | bytes]] | None) -> Context:
     carrier = {
         key: value
         for key, value in metadata or ()
-        if key in ("traceparent", "tracestate") and isinstance(value, str)
+        if key in (TRACEPARENT, TRACESTATE) and isinstance(value, str)
     }
     return _PROPAGATOR.extract(carrier, context=Context()) if carrier else Context()
 
 
-def inject(context: Context) -> tuple[tuple[str, str], ...]:
+def inject(context: Context) -> Metadata:
     """Metadata that carries a trace context to the next hop."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, context=context)
@@ -104,10 +184,34 @@ def context_of(span: trace.Span) -> Context:
     return trace.set_span_in_context(span, Context())
 
 
-def trace_id_of(context: Context) -> str:
-    """The trace's id, 32 hexadecimal digits, or empty where there is none."""
-    span = trace.get_current_span(context).get_span_context()
-    return trace.format_trace_id(span.trace_id) if span.is_valid else ""
+class _Parent(NamedTuple):
+    trace_id: str
+    sampled: bool
+
+
+def _parent_of(metadata: Mapping[str, str]) -> _Parent | None:
+    """The caller's span, as W3C Trace Context reads `traceparent`; None where it names none."""
+    text = metadata.get(TRACEPARENT)
+    match = _TRACEPARENT.fullmatch(text) if text is not None else None
+    if match is None or (match["version"] == "00" and match["more"] is not None):
+        return None
+    return _Parent(match["trace_id"], bool(int(match["flags"], 16) & trace.TraceFlags.SAMPLED))
+
+
+def _is_passable(tracestate: str) -> bool:
+    is_text = tracestate.isascii() and tracestate.isprintable()
+    return is_text and len(tracestate) <= _TRACESTATE_CHARS_MAX
+
+
+def _follows_parent(provider: trace.TracerProvider) -> bool:
+    """Whether the sampler records nothing below a caller that does not."""
+    return isinstance(provider, TracerProvider) and isinstance(provider.sampler, ParentBased)
+
+
+@functools.lru_cache(maxsize=1)
+def _tracer_of(provider: trace.TracerProvider) -> trace.Tracer:
+    # A provider makes a new tracer each time it is asked.
+    return provider.get_tracer("forebay")
 
 
 def serve_metrics(listen: str) -> str | None:

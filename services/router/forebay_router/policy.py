@@ -150,7 +150,7 @@ class RouterPolicy:
             kind=SpanKind.SERVER,
             attributes={"forebay.request_id": head.request_id},
         )
-        record = Record(head.request_id, trace_id_of(context_of(span)))
+        record = Record(head.request_id, trace_id_of(head.metadata, span))
         self._recent.add(record)
         return _Flight(head, span, record, started_s=self._clock())
 
