@@ -204,35 +204,31 @@ class Boundary:
 
     def advance(self, data: bytes, start: int, end: int) -> int:
         """Go on over `data[start:end]`; answers how many messages it completed."""
-        if not self._left and not self._prefix and end - start >= PREFIX_BYTES:
+        completed = 0
+        if self._left or self._prefix:
+            completed, start = self._resume(data, start, end)
+        while end - start >= PREFIX_BYTES:
             start += PREFIX_BYTES + _unpack(data, start)[1]
-            if start == end:
-                self.messages += 1
-                return 1
             if start > end:
                 self._left = start - end
-                return 0
-            return self._walk(data, start, end, 1)
-        return self._walk(data, start, end, 0)
-
-    def _walk(self, data: bytes, start: int, end: int, completed: int) -> int:
-        left = self._left
-        while start < end:
-            if left:
-                taken = min(left, end - start)
-                left -= taken
-                start += taken
-                completed += not left
-                continue
-            taken = PREFIX_BYTES - len(self._prefix)
-            head = self._prefix + data[start : min(start + taken, end)]
-            start += taken
-            if len(head) < PREFIX_BYTES:
-                self._prefix = head
                 break
-            self._prefix = b""
-            left = _unpack(head)[1]
-            completed += not left
-        self._left = left
+            completed += 1
+        else:
+            if start < end:
+                self._prefix = data[start:end]
         self.messages += completed
         return completed
+
+    def _resume(self, data: bytes, start: int, end: int) -> tuple[int, int]:
+        """Finish the message an earlier slice began: 1 or 0, and where the next one starts."""
+        if self._prefix:
+            taken = min(PREFIX_BYTES - len(self._prefix), end - start)
+            self._prefix += data[start : start + taken]
+            start += taken
+            if len(self._prefix) < PREFIX_BYTES:
+                return 0, end
+            self._left = _unpack(self._prefix)[1]
+            self._prefix = b""
+        taken = min(self._left, end - start)
+        self._left -= taken
+        return int(not self._left), start + taken
