@@ -355,6 +355,8 @@ _UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 
 def _sort(headers: Headers, allowed: frozenset[str]) -> tuple[dict[str, str], dict[str, str]]:
     """Pseudo-headers and other fields of a valid list."""
+    if not headers:
+        return {}, {}
     known = _known[allowed]
     try:
         keys = [known[name] for name, _ in headers]
@@ -371,19 +373,20 @@ def _sort(headers: Headers, allowed: frozenset[str]) -> tuple[dict[str, str], di
         texts = joined.decode("ascii").split("\r")
     else:
         keys, texts = _choose(keys, headers)
-    count = 0
-    for key in keys:
+    pseudo: dict[str, str] = {}
+    fields: dict[str, str] = {}
+    pairs = zip(keys, texts, strict=True)
+    for key, text in pairs:
         if key[:1] != ":":
+            fields[key] = text
+            fields.update(pairs)
             break
-        count += 1
-    pseudo = dict(zip(keys[:count], texts, strict=False))
-    if len(pseudo) != count:
-        raise MalformedError("a repeated pseudo-header")
-    keys, texts = keys[count:], texts[count:]
-    fields = dict(zip(keys, texts, strict=False))
+        if key in pseudo:
+            raise MalformedError("a repeated pseudo-header")
+        pseudo[key] = text
     if not allowed.isdisjoint(fields):
         raise MalformedError("a pseudo-header behind a field")
-    if len(fields) != len(keys):
+    if len(fields) + len(pseudo) != len(keys):
         _check_repeated(keys, texts)
     if fields.pop("te", "trailers") != "trailers":
         raise MalformedError("te other than trailers")
