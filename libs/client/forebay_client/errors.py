@@ -66,6 +66,7 @@ class ServerFault(ForebayError):
 CLASSES: Mapping[Reason, type[ForebayError]] = {
     Reason.INVALID_ARGUMENT: InvalidRequest,
     Reason.BODY_TOO_LARGE: InvalidRequest,
+    Reason.HEADERS_TOO_LARGE: InvalidRequest,
     Reason.ROUTE_NOT_FOUND: InvalidRequest,
     Reason.METHOD_NOT_ALLOWED: InvalidRequest,
     Reason.ARTIFACT_INVALID: InvalidRequest,

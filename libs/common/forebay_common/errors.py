@@ -27,6 +27,7 @@ class Reason(StrEnum):
 
     INVALID_ARGUMENT = "INVALID_ARGUMENT"
     BODY_TOO_LARGE = "BODY_TOO_LARGE"
+    HEADERS_TOO_LARGE = "HEADERS_TOO_LARGE"
     MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
     ROUTE_NOT_FOUND = "ROUTE_NOT_FOUND"
     METHOD_NOT_ALLOWED = "METHOD_NOT_ALLOWED"
@@ -88,6 +89,7 @@ _Code = grpc.StatusCode
 TABLE: Mapping[Reason, Status] = {
     Reason.INVALID_ARGUMENT: _row(_Code.INVALID_ARGUMENT, 400, _BAD, None),
     Reason.BODY_TOO_LARGE: _row(_Code.RESOURCE_EXHAUSTED, 413, _BAD, "body_too_large"),
+    Reason.HEADERS_TOO_LARGE: _row(_Code.RESOURCE_EXHAUSTED, 431, _BAD, "headers_too_large"),
     Reason.MODEL_NOT_FOUND: _row(_Code.NOT_FOUND, 404, _BAD, "model_not_found"),
     Reason.ROUTE_NOT_FOUND: _row(_Code.NOT_FOUND, 404, _BAD, "unknown_url"),
     Reason.METHOD_NOT_ALLOWED: _row(_Code.UNIMPLEMENTED, 405, _BAD, "method_not_allowed"),

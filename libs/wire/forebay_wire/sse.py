@@ -1,0 +1,178 @@
+"""Turns a relayed CallOpenAI answer into an HTTP one, without ever building or reading JSON.
+
+The first message's content type decides: server-sent events go out as they come, all of one turn's
+in one write; anything else is kept until it is whole, so that a late failure still has its status.
+"""
+
+from __future__ import annotations
+
+import logging
+from struct import Struct
+from typing import Protocol
+
+from forebay_common.errors import ForebayError, Reason
+from forebay_common.metadata import Metadata
+from google.protobuf.message import DecodeError
+
+from forebay_wire.core.http1 import JSON
+from forebay_wire.core.messages import PREFIX_BYTES, MessageError, MessageReader
+from forebay_wire.core.openai_answer import body_of, first_of
+from forebay_wire.exchange import Exchange
+from forebay_wire.policy import Head
+
+_log = logging.getLogger(__name__)
+_SSE = "text/event-stream"
+_unpack = Struct(">BI").unpack_from
+
+
+class Call(Protocol):
+    """What is needed of `forebay_wire.relay.Call`."""
+
+    def cancel(self) -> None:
+        """The client left."""
+
+    def hold(self) -> None:
+        """The client takes no more now."""
+
+    def resume(self) -> None:
+        """The client takes more again."""
+
+
+class Relays(Protocol):
+    """What is needed of `forebay_wire.relay.Relay`."""
+
+    def call(self, head: Head, message: bytes, caller: OpenAICaller) -> Call:
+        """Start a request; the caller hears of it later, never before this returns."""
+
+
+def relay_openai(
+    relay: Relays, exchange: Exchange, head: Head, message: bytes, *, answer_bytes: int
+) -> None:
+    """Answer an exchange with what a relay gives.
+
+    Args:
+        relay: where the request goes.
+        exchange: who asked.
+        head: the request.
+        message: its encoded CallOpenAIRequest.
+        answer_bytes: largest answer that is kept until it is whole.
+    """
+    caller = OpenAICaller(exchange, answer_bytes)
+    caller.call = relay.call(head, message, caller)
+    exchange.listener = caller
+
+
+class OpenAICaller:
+    """The relay's caller, and the exchange's listener, of one request."""
+
+    __slots__ = (
+        "_content_type",
+        "_exchange",
+        "_has_begun",
+        "_is_between",
+        "_kept",
+        "_kept_bytes",
+        "_limit",
+        "_reader",
+        "_streams",
+        "call",
+    )
+
+    call: Call
+    """Set by whoever made the call."""
+
+    def __init__(self, exchange: Exchange, answer_bytes: int) -> None:
+        self._exchange = exchange
+        self._limit = answer_bytes
+        self._reader: MessageReader | None = None
+        self._is_between = True
+        """No part of a message waits in the reader."""
+        self._has_begun = False
+        self._streams = False
+        self._content_type = JSON
+        self._kept: list[bytes] = []
+        self._kept_bytes = 0
+
+    def begin(self, call: Call) -> None:
+        """Nothing yet: the head goes out with the first event."""
+
+    def forward(self, data: bytes, start: int, end: int) -> None:
+        """Pass on what `data[start:end]` completes."""
+        try:
+            if self._streams and self._is_between:
+                flag, length = _unpack(data, start) if end - start >= PREFIX_BYTES else (1, 0)
+                if start + PREFIX_BYTES + length == end and not flag:
+                    body = body_of(data, start + PREFIX_BYTES, end)
+                    if body:
+                        self._exchange.write(body)
+                    return
+            self._take(data, start, end)
+        except (MessageError, DecodeError):
+            self._give_up()
+
+    def finish(self, trailing: Metadata) -> None:
+        """End the answer."""
+        if not self._is_between:
+            self._fail_here("The replica's answer is cut short.")
+        elif not self._has_begun:
+            self._fail_here("The replica gave no answer.")
+        elif self._streams:
+            self._exchange.end()
+        else:
+            self._exchange.answer(b"".join(self._kept), self._content_type)
+
+    def fail(self, error: ForebayError, trailing: Metadata) -> None:
+        """End the answer with an error: as the answer, or as its last event."""
+        self._exchange.fail(error)
+
+    def left(self) -> None:
+        """See `forebay_wire.http.Listener`."""
+        self.call.cancel()
+
+    def hold(self) -> None:
+        """See `forebay_wire.http.Listener`."""
+        self.call.hold()
+
+    def resume(self) -> None:
+        """See `forebay_wire.http.Listener`."""
+        self.call.resume()
+
+    def _take(self, data: bytes, start: int, end: int) -> None:
+        """The general way: messages that are cut anywhere, several at once, and the first one."""
+        if self._reader is None:
+            self._reader = MessageReader(self._limit)
+        parts = [self._body_of(*message) for message in self._reader.feed(data, start, end)]
+        self._is_between = self._reader.at_boundary
+        part = b"".join(parts)
+        if not part:
+            return
+        if self._streams:
+            self._exchange.write(part)
+            return
+        self._kept_bytes += len(part)
+        if self._kept_bytes > self._limit:
+            self._give_up()
+        else:
+            self._kept.append(part)
+
+    def _body_of(self, is_compressed: bool, message: bytes) -> bytes:
+        if is_compressed:
+            # We asked for no compression.
+            raise MessageError("a compressed message")
+        if self._has_begun:
+            return body_of(message, 0, len(message))
+        self._has_begun = True
+        content_type, body = first_of(message, 0, len(message))
+        self._content_type = content_type or JSON
+        self._streams = content_type.startswith(_SSE)
+        if self._streams:
+            self._exchange.begin(content_type)
+        return body
+
+    def _give_up(self) -> None:
+        _log.error("a replica's answer could not be read or is too large")
+        self.call.cancel()
+        self._fail_here("The replica's answer cannot be passed on.")
+
+    def _fail_here(self, message: str) -> None:
+        self._exchange.fail(ForebayError(Reason.INTERNAL, message))
