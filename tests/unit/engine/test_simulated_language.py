@@ -41,11 +41,30 @@ def test_every_kind_of_token_is_its_own() -> None:
     assert not tokenizer.is_vocabulary([tokenizer.VOCABULARY_SIZE])
 
 
+@pytest.mark.parametrize("character", tokenizer.SPLIT_CHARACTERS)
+def test_some_characters_are_two_tokens(character: str) -> None:
+    first, second = tokenizer.encode(character)
+    assert tokenizer.SECOND_PARTS[first] == second
+    assert tokenizer.decode((first,)) == "\ufffd"
+    assert tokenizer.decode((first, second)) == character
+    assert tokenizer.is_beyond_ascii((first,))
+    assert tokenizer.is_vocabulary((first, second))
+
+
+def test_beyond_ascii_is_said_of_bytes_and_parts_alone() -> None:
+    assert not tokenizer.is_beyond_ascii(tokenizer.encode("plain zzzz zzzz.\x7f"))
+    assert not tokenizer.is_beyond_ascii((tokenizer.END_OF_SEQUENCE,))
+    assert tokenizer.is_beyond_ascii(tokenizer.encode("plain ж"))
+
+
 def continue_(prompt: list[int], count: int, *, seed: int = 0) -> list[int]:
     context, last = language.fold(prompt), prompt[-1]
+    beyond_ascii = tokenizer.is_beyond_ascii(prompt)
     answer = []
     for _ in range(count):
-        last = language.next_token(context, last, seed=seed, may_end=False)
+        last = language.next_token(
+            context, last, seed=seed, may_end=False, beyond_ascii=beyond_ascii
+        )
         context = language.extend(context, last)
         answer.append(last)
     return answer
@@ -58,9 +77,23 @@ def test_answer_goes_on_the_same_when_part_of_it_becomes_the_prompt() -> None:
         assert continue_(prompt + whole[:cut], 40 - cut) == whole[cut:]
 
 
-def test_answer_as_text_gives_its_tokens_again() -> None:
-    answer = continue_(tokenizer.encode("hello"), 60)
+@pytest.mark.parametrize("prompt", ["hello", "hello 🎉"])
+def test_answer_as_text_gives_its_tokens_again(prompt: str) -> None:
+    answer = continue_(tokenizer.encode(prompt), 61)
+    if answer[-1] in tokenizer.SECOND_PARTS:
+        answer.pop()
     assert tokenizer.encode(tokenizer.decode(answer)) == answer
+
+
+def test_prompt_beyond_ascii_is_answered_with_whole_characters_beyond_it() -> None:
+    prompt = tokenizer.encode("Sag es mit 水 und ж.")
+    answer = continue_(prompt, 200)
+    for cut in range(1, 20):
+        assert continue_(prompt + answer[:cut], 200 - cut) == answer[cut:]
+    text = tokenizer.decode(answer[:-1])
+    assert "\ufffd" not in text.rstrip("\ufffd")
+    assert set(tokenizer.SPLIT_CHARACTERS) <= set(text)
+    assert tokenizer.decode(continue_(tokenizer.encode("hello"), 200)).isascii()
 
 
 def test_prompt_and_seed_both_decide() -> None:

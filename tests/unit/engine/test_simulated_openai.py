@@ -140,12 +140,12 @@ def test_unknown_path_is_refused() -> None:
 
 def test_chat_stream_has_role_text_finish_usage_and_end() -> None:
     request = parse(CHAT, messages=HELLO, stream=True, stream_options={"include_usage": True})
-    head = a_head()
+    writer = openai.EventWriter(a_head(), request)
     data = (
-        openai.opening_events(head, request, 1)
-        + openai.delta_events(head, request, [a_delta(" sun"), a_delta()])
-        + openai.delta_events(head, request, [a_delta(" sea", finish=Finish.LENGTH)])
-        + openai.closing_events(head, request, openai.usage_document(3, 2, 1))
+        writer.opening(1)
+        + writer.deltas([a_delta(" sun"), a_delta()])
+        + writer.deltas([a_delta(" sea", finish=Finish.LENGTH)])
+        + writer.closing(openai.usage_document(3, 2, 1))
     )
     *events, end = events_of(data)
     assert end == "[DONE]"
@@ -167,10 +167,10 @@ def test_chat_stream_has_role_text_finish_usage_and_end() -> None:
 
 def test_stream_without_usage_has_no_usage_field() -> None:
     request = parse(TEXT, prompt="a", stream=True)
-    head = a_head(Kind.COMPLETION)
-    assert openai.opening_events(head, request, 1) == b""
-    data = openai.delta_events(head, request, [a_delta(" sun", finish=Finish.STOP)])
-    data += openai.closing_events(head, request, openai.usage_document(1, 1, 0))
+    writer = openai.EventWriter(a_head(Kind.COMPLETION), request)
+    assert writer.opening(1) == b""
+    data = writer.deltas([a_delta(" sun", finish=Finish.STOP)])
+    data += writer.closing(openai.usage_document(1, 1, 0))
     event, end = events_of(data)
     assert end == "[DONE]"
     assert event["object"] == "text_completion"
@@ -184,8 +184,8 @@ def test_chat_document_has_every_choice() -> None:
     request = parse(CHAT, messages=HELLO, n=2, logprobs=True, top_logprobs=1)
     logprob = TokenLogprob(tokenizer.encode(" sun")[0], -0.1, ((5, -0.1),))
     choices = [
-        [ChoiceDelta(0, " sun", (1,), (logprob,), Finish.STOP)],
-        [a_delta(" sea", index=1), a_delta(" sky", finish=Finish.LENGTH, index=1)],
+        ChoiceDelta(0, " sun", (1,), (logprob,), Finish.STOP),
+        a_delta(" sea sky", finish=Finish.LENGTH, index=1),
     ]
     document = json.loads(
         openai.answer_document(a_head(), request, choices, openai.usage_document(3, 3, 0))
@@ -213,29 +213,83 @@ def test_embeddings_come_as_numbers_or_packed() -> None:
     assert plain["usage"] == {"prompt_tokens": 2, "total_tokens": 2}
 
 
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_events_are_valid_whatever_the_text_and_the_choice(path: str) -> None:
+    fields = {"messages": HELLO} if path == CHAT else {"prompt": "a"}
+    request = parse(path, **fields, stream=True, n=2)
+    writer = openai.EventWriter(a_head(request.kind), request)
+    texts = ['"quoted" \\ \n\r\t\x00\x7f', "水🌊\u2028é", "data: [DONE]\n\n"]
+    deltas = [a_delta(text, index=index) for text in texts for index in (0, 1)]
+    choices = [event["choices"][0] for event in events_of(writer.deltas(deltas))]
+    assert [choice["index"] for choice in choices] == [0, 1] * 3
+    given = [c["delta"]["content"] if path == CHAT else c["text"] for c in choices]
+    assert given == [text for text in texts for _ in (0, 1)]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_log_probabilities_are_in_the_events(path: str) -> None:
+    fields = {"messages": HELLO, "logprobs": True} if path == CHAT else {"prompt": "a"}
+    request = parse(path, **{"logprobs": 1, **fields}, stream=True)
+    writer = openai.EventWriter(a_head(request.kind), request)
+    first, _ = tokenizer.encode("水")
+    delta = ChoiceDelta(0, "", (first,), (TokenLogprob(first, -0.5, ()),), None)
+    (event,) = events_of(writer.deltas([delta]))
+    logprobs = event["choices"][0]["logprobs"]
+    if path == CHAT:
+        assert bytes(logprobs["content"][0]["bytes"]) == "水".encode()[:1]
+    else:
+        assert logprobs["token_logprobs"] == [-0.5]
+
+
 def emissions(text: str, finish: Finish | None = None) -> list[Emission]:
     tokens = tokenizer.encode(text)
     ends = [None] * (len(tokens) - 1) + [finish]
     return [Emission(1, token, 0, end, 0) for token, end in zip(tokens, ends, strict=True)]
 
 
+def grown(choice: Choice, given: list[Emission]) -> ChoiceDelta:
+    for emission in given:
+        choice.add(emission)
+    return choice.take()
+
+
 def test_stop_text_ends_a_choice_and_its_later_tokens_are_nothing() -> None:
     choice = Choice(index=0, seed=0, stops=("sea",))
-    first = choice.take(emissions(" sun sea sky"))
+    first = grown(choice, emissions(" sun sea sky"))
     assert (first.text, first.finish, len(first.tokens)) == (" sun ", Finish.STOP, 2)
-    assert choice.take(emissions(" sky")).tokens == ()
+    assert grown(choice, emissions(" sky")).tokens == []
 
 
 def test_end_of_sequence_is_a_token_without_text() -> None:
     choice = Choice(index=0, seed=0)
-    choice.take(emissions(" sun"))
-    end = choice.take([Emission(1, tokenizer.END_OF_SEQUENCE, 0, Finish.STOP, 0)])
-    assert (end.text, end.tokens, end.finish) == ("", (tokenizer.END_OF_SEQUENCE,), Finish.STOP)
+    grown(choice, emissions(" sun"))
+    end = grown(choice, [Emission(1, tokenizer.END_OF_SEQUENCE, 0, Finish.STOP, 0)])
+    assert (end.text, end.tokens, end.finish) == ("", [tokenizer.END_OF_SEQUENCE], Finish.STOP)
+
+
+def test_what_is_taken_late_is_the_same_in_fewer_parts() -> None:
+    given = emissions(" the 水 sun 🌊🦆 sea", Finish.LENGTH)
+    often, late = (Choice(index=0, seed=1, logprobs=2) for _ in range(2))
+    parts = [grown(often, [emission]) for emission in given]
+    whole = grown(late, given)
+    assert whole.text == "".join(part.text for part in parts) == " the 水 sun 🌊🦆 sea"
+    assert whole.tokens == [token for part in parts for token in part.tokens]
+    assert whole.logprobs == [entry for part in parts for entry in part.logprobs]
+    assert whole.finish is parts[-1].finish is Finish.LENGTH
+    assert all("\ufffd" not in part.text for part in parts)
+    assert len({len(part.text) for part in parts}) > 1, "no token was half a character"
+
+
+def test_taken_log_probabilities_do_not_grow_any_more() -> None:
+    choice = Choice(index=0, seed=0, logprobs=0)
+    before = choice.take()
+    grown(choice, emissions(" sun"))
+    assert list(before.logprobs) == []
 
 
 def test_log_probabilities_have_the_chosen_token_first() -> None:
     choice = Choice(index=0, seed=0, logprobs=3)
-    (entry,) = choice.take(emissions(" sun")).logprobs
+    (entry,) = grown(choice, emissions(" sun")).logprobs
     assert entry.top[0] == (entry.token, entry.logprob)
     assert len({token for token, _ in entry.top}) == 3
     values = [value for _, value in entry.top]

@@ -1,9 +1,13 @@
-"""The port that every back end of a runner implements."""
+"""The port that every back end of a runner implements.
+
+A back end hands over what it has and asks the engine for more when that is taken: whoever takes it
+late gets the same in fewer and larger parts, and nothing piles up but the answer itself.
+"""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from forebay.inference.v1 import inference_service_pb2 as pb
 from forebay_common.metadata import Usage
@@ -47,23 +51,38 @@ class Call:
     completion_tokens: int = 0
     cached_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
+    generating: int = 0
+    """Sequences of this call that the engine has not ended yet."""
+    on_generated: Callable[[], None] | None = None
+    """Called when the last of them has ended: what is left of the answer need not wait any more."""
+
+    def begin_sequence(self) -> None:
+        """Note that the engine has one more sequence of this call."""
+        self.generating += 1
+
+    def end_sequence(self) -> None:
+        """Note that the engine has ended one of them."""
+        self.generating -= 1
+        if self.generating == 0 and self.on_generated is not None:
+            self.on_generated()
 
     def usage(self) -> Usage:
         """Return the tokens counted so far."""
         return Usage(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Logprob:
+class Logprob(NamedTuple):
     """A token's log-probability and its best rivals: (token id, text, log-probability)."""
 
     logprob: float
     top: tuple[tuple[int, str, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What a generated answer grew by. `finish` is None until its last delta."""
+class Delta(NamedTuple):
+    """What a generated answer grew by. `finish` is None until its last delta.
+
+    A named tuple, as there may be one per token: a frozen dataclass costs five times as much.
+    """
 
     text: str
     tokens: Sequence[int]
@@ -71,9 +90,8 @@ class Delta:
     finish: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """Bytes of an OpenAI answer, and the tokens whose text they hold, by choice."""
+class Frame(NamedTuple):
+    """Bytes of an OpenAI answer, whole events of it, and the tokens they hold, by choice."""
 
     body: bytes
     tokens: Sequence[tuple[int, Sequence[int]]]

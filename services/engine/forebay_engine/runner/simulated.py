@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, NamedTuple
 
 from forebay.engine.v1 import engine_service_pb2 as engine_pb
 from forebay.inference.v1 import inference_service_pb2 as pb
@@ -52,7 +53,7 @@ class SimulatedBackend:
         self._fingerprint = f"simulated-{profile.name}"
         self._engine = planner.Engine(profile, self._limits)
         self._next_id = 0
-        self._mailboxes: dict[int, _Mailbox] = {}
+        self._sequences: dict[int, _Sequence] = {}
         self._work = asyncio.Event()
         self._stepping: asyncio.Task[None] | None = None
 
@@ -96,7 +97,7 @@ class SimulatedBackend:
             min_tokens=options.min_tokens,
             logprobs=options.logprobs if options.HasField("logprobs") else None,
         )
-        answering = self._answer(
+        answer = self._begin(
             [_prompt_of(request)],
             [choice],
             call,
@@ -104,16 +105,16 @@ class SimulatedBackend:
             ignore_end=options.ignore_eos,
         )
         try:
-            async for deltas in answering:
-                for delta in deltas:
+            while choice.finish is None or answer.grown:
+                for _, text, tokens, logprobs, finish in await answer.take():
                     yield Delta(
-                        delta.text,
-                        delta.tokens,
-                        [_logprob(entry) for entry in delta.logprobs],
-                        delta.finish.value if delta.finish else None,
+                        text,
+                        tokens,
+                        [_logprob(entry) for entry in logprobs],
+                        finish.value if finish else None,
                     )
         finally:
-            await answering.aclose()
+            self._end(answer)
 
     async def embed(self, request: pb.EmbedRequest, call: Call) -> list[Sequence[float]]:
         """Embed texts or tokens."""
@@ -207,150 +208,102 @@ class SimulatedBackend:
             )
             for index in range(len(prompts))
         ]
-        answering = self._answer(
+        answer = self._begin(
             prompts,
             choices,
             call,
             max_tokens=request.max_tokens,
             ignore_end=request.ignore_end,
             choices_per_prompt=request.choices_per_prompt,
+            whole=not request.stream,
         )
-        collected: list[list[ChoiceDelta]] = [[] for _ in choices]
-        opening = openai.opening_events(head, request, len(choices)) if request.stream else b""
-        pending: list[tuple[int, Sequence[int]]] = []
         try:
-            async for deltas in answering:
-                if not request.stream:
-                    for delta in deltas:
-                        collected[delta.index].append(delta)
-                    continue
-                pending.extend((delta.index, delta.tokens) for delta in deltas)
-                events = opening + openai.delta_events(head, request, deltas)
-                last = all(choice.finish for choice in choices)
-                if last:
-                    usage = openai.usage_document(
-                        call.prompt_tokens, call.completion_tokens, call.cached_tokens
-                    )
-                    events += openai.closing_events(head, request, usage)
-                if events:
-                    await send(Frame(events, pending, _EVENTS, last))
-                    opening, pending = b"", []
+            if request.stream:
+                await self._stream_text(openai.EventWriter(head, request), answer, call, send)
+                return
+            wholes = sorted(await answer.take())
         finally:
-            await answering.aclose()
-        if not request.stream:
-            usage = openai.usage_document(
-                call.prompt_tokens, call.completion_tokens, call.cached_tokens
-            )
-            document = openai.answer_document(head, request, collected, usage)
-            tokens = [
-                (index, [token for delta in deltas for token in delta.tokens])
-                for index, deltas in enumerate(collected)
-            ]
-            await send(Frame(document, tokens, _JSON, last=True))
+            self._end(answer)
+        document = openai.answer_document(head, request, wholes, _usage_document(call))
+        tokens = [(whole.choice, whole.tokens) for whole in wholes]
+        await send(Frame(document, tokens, _JSON, last=True))
 
-    async def _answer(
+    async def _stream_text(
+        self, writer: openai.EventWriter, answer: "_Answer", call: Call, send: SendFrame
+    ) -> None:
+        events = writer.opening(len(answer.sequence_ids))
+        tokens: list[tuple[int, Sequence[int]]] = []
+        last = False
+        while not last:
+            deltas = await answer.take()
+            events += writer.deltas(deltas)
+            tokens += [(delta.choice, delta.tokens) for delta in deltas]
+            last = call.generating == 0
+            if last:
+                events += writer.closing(_usage_document(call))
+            # Tokens of a character that is not complete leave with what completes it.
+            if events:
+                await send(Frame(events, tokens, _EVENTS, last))
+                events, tokens = b"", []
+
+    async def _embed(self, inputs: Sequence[Sequence[int]], call: Call) -> list[Sequence[float]]:
+        self._require(embeds=True)
+        choices = [Choice(index=index, seed=0) for index in range(len(inputs))]
+        answer = self._begin(inputs, choices, call, max_tokens=0, whole=True)
+        try:
+            await answer.take()
+        finally:
+            self._end(answer)
+        dimensions = self._profile.embedding_dimensions
+        return [language.embed(tokens, dimensions=dimensions) for tokens in inputs]
+
+    def _begin(
         self,
         prompts: Sequence[Sequence[int]],
         choices: Sequence[Choice],
         call: Call,
         *,
         max_tokens: int | None,
-        ignore_end: bool,
+        ignore_end: bool = False,
         choices_per_prompt: int = 1,
-    ) -> AsyncGenerator[list[ChoiceDelta], None]:
-        mailbox = _Mailbox()
-        by_id: dict[int, Choice] = {}
+        whole: bool = False,
+    ) -> "_Answer":
+        """Give the engine one sequence per choice. The answer must be ended, whatever happens."""
+        answer = _Answer(call, whole=whole)
         try:
             for prompt, choice in zip(prompts, choices, strict=True):
-                left = self._limits.longest_sequence - len(prompt)
+                left = max(1, self._limits.longest_sequence - len(prompt))
                 wanted = left if max_tokens is None else min(max_tokens, left)
-                sequence_id = self._add(
-                    prompt,
-                    mailbox,
-                    max_tokens=max(1, wanted),
-                    min_tokens=choice.min_tokens,
-                    ignore_end=ignore_end,
-                    seed=choice.seed,
+                self._next_id += 1
+                self._engine.add(
+                    planner.SequenceRequest(
+                        sequence_id=self._next_id,
+                        prompt=tuple(prompt),
+                        max_tokens=wanted,
+                        min_tokens=choice.min_tokens,
+                        ignore_end=ignore_end,
+                        seed=choice.seed,
+                    )
                 )
-                by_id[sequence_id] = choice
-                if choice.index % choices_per_prompt == 0:
+                is_first = choice.index % choices_per_prompt == 0
+                self._sequences[self._next_id] = _Sequence(answer, choice, is_first)
+                answer.sequence_ids.append(self._next_id)
+                call.begin_sequence()
+                if is_first:
                     call.prompt_tokens += len(prompt)
-            open_ids = set(by_id)
-            while open_ids:
-                deltas: list[ChoiceDelta] = []
-                for sequence_id, emissions in await mailbox.take():
-                    if sequence_id not in open_ids:
-                        continue
-                    choice = by_id[sequence_id]
-                    delta = choice.take(emissions)
-                    if choice.index % choices_per_prompt == 0:
-                        call.cached_tokens += emissions[0].cached_tokens
-                    call.completion_tokens += len(delta.tokens)
-                    if delta.finish is not None:
-                        open_ids.discard(sequence_id)
-                        call.finish_reasons.append(delta.finish.value)
-                        self._forget(sequence_id)
-                    deltas.append(delta)
-                call.last_token_ns = time.time_ns()
-                if not call.first_token_ns:
-                    call.first_token_ns = call.last_token_ns
-                yield deltas
-        finally:
-            for sequence_id in by_id:
-                self._forget(sequence_id)
-
-    async def _embed(self, inputs: Sequence[Sequence[int]], call: Call) -> list[Sequence[float]]:
-        self._require(embeds=True)
-        mailbox = _Mailbox()
-        ids: list[int] = []
-        try:
-            for tokens in inputs:
-                # One by one: what was added must be forgotten when a later one is refused.
-                ids.append(self._add(tokens, mailbox, max_tokens=0))  # noqa: PERF401
-            waiting = set(ids)
-            while waiting:
-                for sequence_id, emissions in await mailbox.take():
-                    waiting.discard(sequence_id)
-                    call.cached_tokens += emissions[0].cached_tokens
-        finally:
-            for sequence_id in ids:
-                self._forget(sequence_id)
-        call.prompt_tokens = sum(map(len, inputs))
-        call.first_token_ns = call.last_token_ns = time.time_ns()
-        dimensions = self._profile.embedding_dimensions
-        return [language.embed(tokens, dimensions=dimensions) for tokens in inputs]
-
-    def _add(
-        self,
-        prompt: Sequence[int],
-        mailbox: "_Mailbox",
-        *,
-        max_tokens: int,
-        min_tokens: int = 0,
-        ignore_end: bool = False,
-        seed: int = 0,
-    ) -> int:
-        self._next_id += 1
-        try:
-            self._engine.add(
-                planner.SequenceRequest(
-                    sequence_id=self._next_id,
-                    prompt=tuple(prompt),
-                    max_tokens=max_tokens,
-                    min_tokens=min_tokens,
-                    ignore_end=ignore_end,
-                    seed=seed,
-                )
-            )
         except Refused as refused:
+            self._end(answer)
             raise _translate(refused) from None
-        self._mailboxes[self._next_id] = mailbox
         self._work.set()
-        return self._next_id
+        return answer
+
+    def _end(self, answer: "_Answer") -> None:
+        for sequence_id in answer.sequence_ids:
+            self._forget(sequence_id)
 
     def _forget(self, sequence_id: int) -> None:
-        self._engine.abort(sequence_id)
-        self._mailboxes.pop(sequence_id, None)
+        if self._sequences.pop(sequence_id, None) is not None:
+            self._engine.abort(sequence_id)
 
     async def _step_forever(self) -> None:
         loop = asyncio.get_running_loop()
@@ -365,34 +318,73 @@ class SimulatedBackend:
             # A step that takes no time still lets everybody else run.
             await asyncio.sleep(max(0.0, step.ends_at - loop.time()))
             now = max(step.ends_at, loop.time() - _LAG_S)
+            now_ns = time.time_ns()
+            # All of a step in one turn of the loop: then all its streams are written in the next.
             for emission in self._engine.apply_step():
-                mailbox = self._mailboxes.get(emission.sequence_id)
-                if mailbox is not None:
-                    mailbox.put(emission)
+                sequence = self._sequences.get(emission.sequence_id)
+                if sequence is not None and sequence.answer.add(sequence, emission, now_ns):
+                    self._forget(emission.sequence_id)
 
 
 # How far a late timer may lag before the simulated clock stops catching up.
 _LAG_S = 0.05
 
 
-class _Mailbox:
-    """The emissions of one call's sequences, taken in bulk by the call."""
+class _Sequence(NamedTuple):
+    """Where the tokens of a sequence go. The first one of a prompt counts what was cached of it."""
 
-    def __init__(self) -> None:
-        self._emissions: dict[int, list[planner.Emission]] = {}
-        self._filled = asyncio.Event()
+    answer: "_Answer"
+    choice: Choice
+    is_first: bool
 
-    def put(self, emission: planner.Emission) -> None:
-        """Keep an emission until the call takes it; a sequence's end bounds how many there are."""
-        self._emissions.setdefault(emission.sequence_id, []).append(emission)
-        self._filled.set()
 
-    async def take(self) -> list[tuple[int, list[planner.Emission]]]:
-        """Wait for emissions and return all there are, by sequence."""
-        await self._filled.wait()
-        self._filled.clear()
-        taken, self._emissions = self._emissions, {}
-        return list(taken.items())
+class _Answer:
+    """What the sequences of one call give until the call takes it.
+
+    A `whole` answer is taken once, when all of them have ended.
+    """
+
+    def __init__(self, call: Call, *, whole: bool) -> None:
+        self.sequence_ids: list[int] = []
+        self.grown: dict[int, Choice] = {}
+        self._call = call
+        self._whole = whole
+        self._waiter: asyncio.Future[None] | None = None
+
+    def add(self, sequence: _Sequence, emission: planner.Emission, now_ns: int) -> bool:
+        """Take in what a step gave. Returns whether the sequence has ended."""
+        call, choice = self._call, sequence.choice
+        choice.add(emission)
+        self.grown[choice.index] = choice
+        if emission.cached_tokens and sequence.is_first:
+            call.cached_tokens += emission.cached_tokens
+        if emission.token is not None:
+            call.completion_tokens += 1
+        call.last_token_ns = now_ns
+        if not call.first_token_ns:
+            call.first_token_ns = now_ns
+        ended = choice.finish is not None
+        if choice.finish is not None:
+            if emission.token is not None:
+                call.finish_reasons.append(choice.finish.value)
+            call.end_sequence()
+        waiter = self._waiter
+        if waiter is not None and not (self._whole and call.generating) and not waiter.done():
+            waiter.set_result(None)
+        return ended
+
+    async def take(self) -> list[ChoiceDelta]:
+        """Wait until there is something, and return all there is."""
+        while not self.grown or (self._whole and self._call.generating):
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        self._waiter = None
+        grown, self.grown = self.grown, {}
+        return [choice.take() for choice in grown.values()]
+
+
+def _usage_document(call: Call) -> dict[str, Any]:
+    return openai.usage_document(call.prompt_tokens, call.completion_tokens, call.cached_tokens)
 
 
 def _prompt_of(request: pb.GenerateRequest) -> Sequence[int]:

@@ -3,12 +3,17 @@
 The context is folded into one number, `h' = (h * BASE + token + 1) mod P`, so that a prompt with
 some of its answer appended is continued by exactly the rest of that answer, on any replica. The
 same number, taken at a block's last token, names the block in the prefix cache. Sentences are short
-words of a fixed list; an answer can end after a full stop, and has 60 tokens on average.
+words of a fixed list; an answer can end after a full stop, and has 60 tokens on average. A prompt
+with characters beyond ASCII is answered with some of them, whose tokens hold half a character each.
 """
 
 from collections.abc import Iterable, Sequence
 
-from forebay_engine.core.simulated.tokenizer import END_OF_SEQUENCE, encode
+from forebay_engine.core.simulated.tokenizer import (
+    END_OF_SEQUENCE,
+    SECOND_PARTS,
+    encode,
+)
 
 _PRIME = (1 << 61) - 1
 _BASE = 1_103_515_245_912_739
@@ -27,6 +32,8 @@ push draw pour drip run walk go come stay wait look see hear feel know find make
 """.split()  # noqa: SIM905
 _WORD_TOKENS = tuple(encode(f" {word}")[0] for word in dict.fromkeys(_WORDS))
 _FULL_STOP = ord(".")
+_FIRST_PARTS = tuple(SECOND_PARTS)
+_BEYOND_ONE_IN = 3
 _STOPS_ONE_IN = 10
 _ENDS_ONE_IN = 6
 
@@ -48,14 +55,23 @@ def fold(tokens: Iterable[int], context: Context = EMPTY) -> Context:
     return context
 
 
-def next_token(context: Context, last: int | None, *, seed: int, may_end: bool) -> int:
-    """Return the token that follows a context whose last token is `last`."""
+def next_token(
+    context: Context, last: int | None, *, seed: int, may_end: bool, beyond_ascii: bool = False
+) -> int:
+    """Return the token that follows a context whose last token is `last`.
+
+    `beyond_ascii` says whether the context has characters beyond ASCII.
+    """
+    if last in SECOND_PARTS:
+        return SECOND_PARTS[last]
     draw = _mix(context ^ _mix(seed))
     if last == _FULL_STOP and may_end and draw % _ENDS_ONE_IN == 0:
         return END_OF_SEQUENCE
     draw >>= 8
     if last in _WORD_SET and draw % _STOPS_ONE_IN == 0:
         return _FULL_STOP
+    if beyond_ascii and (draw >> 32) % _BEYOND_ONE_IN == 0:
+        return _FIRST_PARTS[(draw >> 8) % len(_FIRST_PARTS)]
     return _WORD_TOKENS[(draw >> 8) % len(_WORD_TOKENS)]
 
 

@@ -17,12 +17,15 @@ import msgspec
 from forebay_engine.core.refusal import Refused
 from forebay_engine.core.simulated import tokenizer
 from forebay_engine.core.simulated.answer import ChoiceDelta, TokenLogprob
+from forebay_engine.core.simulated.planner import Finish
 
 _CHOICES_MAX = 16
 _STOPS_MAX = 16
 _LOGPROBS_MAX = 20
 _INPUTS_MAX = 2048
 _DONE = b"data: [DONE]\n\n"
+_NULL = b"null"
+_encode = msgspec.json.Encoder().encode
 
 
 class Kind(Enum):
@@ -302,77 +305,112 @@ def usage_document(prompt: int, completion: int, cached: int) -> dict[str, Any]:
     }
 
 
-def opening_events(head: AnswerHead, request: TextRequest, choices: int) -> bytes:
-    """Return the events before any text: a chat names its role per choice."""
-    if head.kind is not Kind.CHAT:
-        return b""
-    return b"".join(
-        _event(
-            head,
-            request,
-            [_chunk_choice(index, {"role": "assistant", "content": ""}, None, None)],
+class EventWriter:
+    """Writes the events of one streamed answer.
+
+    What the events of a choice have in common is rendered once: a delta costs the encoding of its
+    text and a few joins.
+    """
+
+    def __init__(self, head: AnswerHead, request: TextRequest) -> None:
+        self._chat = head.kind is Kind.CHAT
+        self._logprobs = request.logprobs is not None
+        self._include_usage = request.include_usage
+        # The object is left open: `choices` follows.
+        self._start = b"data: " + _encode(head.common(chunk=True))[:-1]
+        self._end = b',"usage":null}\n\n' if request.include_usage else b"}\n\n"
+        self._fronts: dict[int, bytes] = {}
+
+    def opening(self, choices: int) -> bytes:
+        """Return the events before any text: a chat names its role per choice."""
+        if not self._chat:
+            return b""
+        return b"".join(
+            b'%s,"choices":[{"index":%d,"delta":{"role":"assistant","content":""},%s%s'
+            % (self._start, index, b'"logprobs":null,"finish_reason":null}]', self._end)
+            for index in range(choices)
         )
-        for index in range(choices)
-    )
 
+    def deltas(self, deltas: Iterable[ChoiceDelta]) -> bytes:
+        """Return the events for what the choices grew by."""
+        return b"".join(map(self._chat_delta if self._chat else self._text_delta, deltas))
 
-def delta_events(head: AnswerHead, request: TextRequest, deltas: Sequence[ChoiceDelta]) -> bytes:
-    """Return the events for what the choices grew by."""
-    events: list[bytes] = []
-    for delta in deltas:
-        finish = None if delta.finish is None else delta.finish.value
-        if head.kind is Kind.COMPLETION:
-            if delta.text or delta.logprobs or finish:
-                logprobs = None if request.logprobs is None else _legacy_logprobs(delta.logprobs)
-                choice = {
-                    "index": delta.index,
-                    "text": delta.text,
-                    "logprobs": logprobs,
-                    "finish_reason": finish,
-                }
-                events.append(_event(head, request, [choice]))
-            continue
+    def closing(self, usage: dict[str, Any]) -> bytes:
+        """Return the events after all text: usage when it was asked for, and the end."""
+        if not self._include_usage:
+            return _DONE
+        return b"".join((self._start, b',"choices":[],"usage":', _encode(usage), b"}\n\n", _DONE))
+
+    def _front(self, index: int) -> bytes:
+        front = self._fronts.get(index)
+        if front is None:
+            field = b'"delta":{"content":' if self._chat else b'"text":'
+            front = b'%s,"choices":[{"index":%d,%s' % (self._start, index, field)
+            self._fronts[index] = front
+        return front
+
+    def _chat_delta(self, delta: ChoiceDelta) -> bytes:
+        events = b""
         if delta.text or delta.logprobs:
-            logprobs = None if request.logprobs is None else _chat_logprobs(delta.logprobs)
-            choice = _chunk_choice(delta.index, {"content": delta.text}, logprobs, None)
-            events.append(_event(head, request, [choice]))
-        if finish:
-            events.append(_event(head, request, [_chunk_choice(delta.index, {}, None, finish)]))
-    return b"".join(events)
+            logprobs = _encode(_chat_logprobs(delta.logprobs)) if self._logprobs else _NULL
+            events = b"".join(
+                (
+                    self._front(delta.choice),
+                    _encode(delta.text),
+                    b'},"logprobs":',
+                    logprobs,
+                    b',"finish_reason":null}]',
+                    self._end,
+                )
+            )
+        if delta.finish is not None:
+            events += b'%s,"choices":[{"index":%d,"delta":{},"logprobs":null,%s' % (
+                self._start,
+                delta.choice,
+                self._finish(delta.finish),
+            )
+        return events
 
+    def _text_delta(self, delta: ChoiceDelta) -> bytes:
+        if not (delta.text or delta.logprobs or delta.finish):
+            return b""
+        logprobs = _encode(_legacy_logprobs(delta.logprobs)) if self._logprobs else _NULL
+        parts = (
+            self._front(delta.choice),
+            _encode(delta.text),
+            b',"logprobs":',
+            logprobs,
+            b",",
+            self._finish(delta.finish),
+        )
+        return b"".join(parts)
 
-def closing_events(head: AnswerHead, request: TextRequest, usage: dict[str, Any]) -> bytes:
-    """Return the events after all text: usage when it was asked for, and the end."""
-    if not request.include_usage:
-        return _DONE
-    last = {**head.common(chunk=True), "choices": [], "usage": usage}
-    return b"data: " + msgspec.json.encode(last) + b"\n\n" + _DONE
+    def _finish(self, finish: Finish | None) -> bytes:
+        reason = _NULL if finish is None else b'"%s"' % finish.value.encode()
+        return b'"finish_reason":%s}]%s' % (reason, self._end)
 
 
 def answer_document(
     head: AnswerHead,
     request: TextRequest,
-    choices: Sequence[Sequence[ChoiceDelta]],
+    choices: Iterable[ChoiceDelta],
     usage: dict[str, Any],
 ) -> bytes:
-    """Return the one document of an answer that is not streamed."""
+    """Return the one document of an answer that is not streamed. Each choice is one whole delta."""
     rendered: list[dict[str, Any]] = []
-    for deltas in choices:
-        text = "".join(delta.text for delta in deltas)
-        logprobs = [entry for delta in deltas for entry in delta.logprobs]
-        last = deltas[-1]
-        assert last.finish is not None
-        choice: dict[str, Any] = {"index": last.index}
+    for whole in choices:
+        assert whole.finish is not None
+        choice: dict[str, Any] = {"index": whole.choice}
         if head.kind is Kind.CHAT:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-            wanted = None if request.logprobs is None else _chat_logprobs(logprobs)
+            choice["message"] = {"role": "assistant", "content": whole.text, "refusal": None}
+            wanted = None if request.logprobs is None else _chat_logprobs(whole.logprobs)
         else:
-            choice["text"] = text
-            wanted = None if request.logprobs is None else _legacy_logprobs(logprobs)
+            choice["text"] = whole.text
+            wanted = None if request.logprobs is None else _legacy_logprobs(whole.logprobs)
         choice["logprobs"] = wanted
-        choice["finish_reason"] = last.finish.value
+        choice["finish_reason"] = whole.finish.value
         rendered.append(choice)
-    return msgspec.json.encode({**head.common(chunk=False), "choices": rendered, "usage": usage})
+    return _encode({**head.common(chunk=False), "choices": rendered, "usage": usage})
 
 
 def embedding_document(
@@ -388,24 +426,11 @@ def embedding_document(
         for index, vector in enumerate(vectors)
     ]
     usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
-    return msgspec.json.encode({"object": "list", "data": entries, "model": model, "usage": usage})
+    return _encode({"object": "list", "data": entries, "model": model, "usage": usage})
 
 
 def _base64_vector(vector: Sequence[float]) -> str:
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode("ascii")
-
-
-def _event(head: AnswerHead, request: TextRequest, choices: list[dict[str, Any]]) -> bytes:
-    document = {**head.common(chunk=True), "choices": choices}
-    if request.include_usage:
-        document["usage"] = None
-    return b"data: " + msgspec.json.encode(document) + b"\n\n"
-
-
-def _chunk_choice(
-    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None, finish: str | None
-) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
 
 def _chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:

@@ -9,13 +9,14 @@ are computed in chunks.
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from forebay_engine.core.refusal import Refused
 from forebay_engine.core.simulated import language
 from forebay_engine.core.simulated.kv_cache import BLOCK_TOKENS, BlockPool
 from forebay_engine.core.simulated.language import Context
 from forebay_engine.core.simulated.profile import Profile
-from forebay_engine.core.simulated.tokenizer import END_OF_SEQUENCE
+from forebay_engine.core.simulated.tokenizer import END_OF_SEQUENCE, is_beyond_ascii
 
 
 class Finish(Enum):
@@ -62,8 +63,7 @@ class Step:
     prefilled: int
 
 
-@dataclass(frozen=True, slots=True)
-class Emission:
+class Emission(NamedTuple):
     """A token that a step gave a sequence; none when only its prompt was asked for."""
 
     sequence_id: int
@@ -93,6 +93,7 @@ class _Sequence:
     names: list[Context]
     length: int
     last: int | None
+    beyond_ascii: bool
     computed: int = 0
     held: int = 0
     private: int = 0
@@ -140,7 +141,12 @@ class Engine:
             if position % BLOCK_TOKENS == 0:
                 names.append(context)
         sequence = _Sequence(
-            request=request, context=context, names=names, length=asked, last=request.prompt[-1]
+            request=request,
+            context=context,
+            names=names,
+            length=asked,
+            last=request.prompt[-1],
+            beyond_ascii=is_beyond_ascii(request.prompt),
         )
         self._sequences[request.sequence_id] = sequence
         self._waiting.append(sequence)
@@ -277,6 +283,7 @@ class Engine:
             sequence.last,
             seed=request.seed,
             may_end=not request.ignore_end and sequence.generated >= request.min_tokens,
+            beyond_ascii=sequence.beyond_ascii,
         )
         sequence.generated += 1
         sequence.length += 1

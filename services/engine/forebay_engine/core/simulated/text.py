@@ -11,8 +11,8 @@ class TextStream:
     """
 
     def __init__(self, stops: Sequence[str] = ()) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._stops = tuple(stops)
+        self._incomplete = b""
         self._held = ""
 
     def push(self, data: bytes, *, honour: bool = True) -> tuple[str, str | None]:
@@ -20,7 +20,12 @@ class TextStream:
 
         With `honour` false the bytes end nothing, as before `min_tokens`.
         """
-        self._held += self._decoder.decode(data)
+        data = self._incomplete + data
+        text, decoded = codecs.utf_8_decode(data, "replace", False)
+        self._incomplete = data[decoded:]
+        if not self._stops:
+            return text, None
+        self._held += text
         if not honour:
             delta, self._held = self._held, ""
             return delta, None
@@ -36,8 +41,8 @@ class TextStream:
 
     def finish(self) -> str:
         """Return what was held back."""
-        rest = self._held + self._decoder.decode(b"", final=True)
-        self._held = ""
+        rest = self._held + self._incomplete.decode("utf-8", "replace")
+        self._held, self._incomplete = "", b""
         return rest
 
 
