@@ -26,8 +26,8 @@ Headers: TypeAlias = list[Field]
 
 USER_AGENT = b"forebay/0.1"
 NO_TABLE = b"\x20"
-"""Stands ahead of the first block we send after we acknowledged a peer's settings, and so keeps our
-promise of a table of size 0 whatever the peer's was (RFC 9113 §4.3.1)."""
+"""Begins our first block on a connection: no table from here on, so that a peer which forbids one
+finds it gone already (RFC 9113 §4.3.1)."""
 
 _FIELD_BYTES = 32
 """What RFC 9113 §6.5.2 adds for each field."""
