@@ -63,17 +63,18 @@ class Config:
         minimum=1,
         maximum=1_000_000,
     )
-    merge_running: int = option(
-        16,
-        "Running requests from which on a stream's tokens share messages, as `MERGE_TOKENS` says.",
+    frame_from_streams: int = option(
+        128,
+        "Open streams from which on a stream's tokens share frames, as `FRAME_INTERVAL_MS` says.",
         minimum=1,
-        maximum=100_000,
+        maximum=1_000_000,
     )
-    merge_tokens: int = option(
-        1,
-        "Tokens per message of a stream begun under that load; its first and last come at once.",
-        minimum=1,
-        maximum=64,
+    frame_interval_ms: int = option(
+        20,
+        "Time between two frames of a stream under that load, in milliseconds; its first and last "
+        "frame come at once, another waits for at most 1.75 times this. 0 turns it off.",
+        minimum=0,
+        maximum=1000,
     )
     kv_cache_bytes: int = option(
         1 << 30,

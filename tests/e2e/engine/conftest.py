@@ -24,6 +24,12 @@ def _artifact(name: str) -> str:
     return str(artifact)
 
 
+@pytest.fixture(scope="module")
+def chat_artifact() -> str:
+    """Where the chat model is."""
+    return _artifact("smollm2")
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def chat_host(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineHost]:
     """A host that has loaded the chat model."""
@@ -34,7 +40,9 @@ async def chat_host(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[E
         context_tokens=2048,
         max_sequences=64,
     )
-    async with running_host(tmp_path_factory.mktemp("chat")) as host:
+    # Eight streams are already many here, and an interval holds several of a CPU's steps.
+    pace = {"frame_from_streams": 8, "frame_interval_ms": 300}
+    async with running_host(tmp_path_factory.mktemp("chat"), **pace) as host:
         host.events = await host.load(spec)
         assert host.events[-1].state == pb.MODEL_STATE_ACTIVE, host.events[-1].reason
         yield host

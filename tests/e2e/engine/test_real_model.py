@@ -112,6 +112,83 @@ async def test_stream_carries_tokens_and_usage(chat: Chat) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "🎉🌊👩‍🚀 🎉🌊👩‍🚀 🎉🌊👩‍🚀 🎉🌊👩‍🚀 🎉🌊",
+        "你好，世界。你好，世界。你好，世界。你好，世界。你好",
+    ],
+)
+async def test_text_beyond_ascii_is_the_engines_streamed_and_not(
+    chat: Chat, chat_artifact: str, prompt: str
+) -> None:
+    from transformers import AutoTokenizer
+
+    limit = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    request = inference.GenerateRequest(text=prompt, sampling=inference.SamplingOptions(**limit))
+    deltas = [message async for message in chat.Generate(request)]
+    tokens = [token for message in deltas for token in message.token_ids]
+    said = "".join(message.text_delta for message in deltas)
+    assert not said.isascii()
+    assert any(message.token_ids and not message.text_delta for message in deltas), (
+        "no token was half a character"
+    )
+    assert "\ufffd" not in said
+    decoded = AutoTokenizer.from_pretrained(chat_artifact).decode(
+        tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    # The limit may cut the last character.
+    assert said == decoded.rstrip("\ufffd")
+    body = {"model": "x", "prompt": prompt, **limit}
+    whole, answer = await call_openai(chat, "/v1/completions", **body)
+    assert json.loads(answer)["choices"][0]["text"] == said
+    assert [token for choice in whole[-1].tokens for token in choice.token_ids] == tokens
+    messages, _ = await call_openai(chat, "/v1/completions", **body, stream=True)
+    # Each message holds whole events, so each can be read by itself.
+    texts = [
+        choice["text"]
+        for message in messages
+        for event in message.body.decode().split("\n\n")
+        if event and event != "data: [DONE]"
+        for choice in json.loads(event.removeprefix("data: "))["choices"]
+    ]
+    assert "".join(texts) == said
+    assert [t for m in messages for choice in m.tokens for t in choice.token_ids] == tokens
+
+
+async def test_under_load_tokens_share_frames(chat_host: EngineHost, chat: Chat) -> None:
+    async def stream(number: int) -> list[inference.CallOpenAIResponse]:
+        messages, answer = await call_openai(
+            chat,
+            "/v1/chat/completions",
+            model="x",
+            messages=[{"role": "user", "content": f"Count from {number}."}],
+            max_tokens=40,
+            ignore_eos=True,
+            stream=True,
+        )
+        assert answer.endswith(b"data: [DONE]\n\n")
+        return messages
+
+    async def generate(number: int) -> list[inference.GenerateResponse]:
+        sampling = inference.SamplingOptions(max_tokens=40, ignore_eos=True, logprobs=1)
+        request = inference.GenerateRequest(text=f"Count from {number}.", sampling=sampling)
+        return [message async for message in chat.Generate(request)]
+
+    streamed, generated = await asyncio.gather(
+        asyncio.gather(*(stream(number) for number in range(4))),
+        asyncio.gather(*(generate(number) for number in range(4))),
+    )
+    for messages in streamed:
+        assert messages[-1].usage.completion_tokens == 40
+        assert sum(len(c.token_ids) for m in messages for c in m.tokens) == 40
+        assert len(messages) < 30
+    for messages in generated:
+        assert [len(m.logprobs) for m in messages] == [len(m.token_ids) for m in messages]
+        assert sum(len(m.token_ids) for m in messages) == 40
+        assert len(messages) < 30
+
+
 async def test_several_choices_are_told_apart(chat: Chat) -> None:
     messages, answer = await call_openai(
         chat,

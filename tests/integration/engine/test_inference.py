@@ -13,6 +13,7 @@ from forebay.inference.v1 import inference_service_pb2 as inference
 from forebay.inference.v1 import inference_service_pb2_grpc as inference_grpc
 from forebay_common import metadata
 from forebay_common.errors import ForebayError, Reason, from_rpc_error
+from forebay_engine.core.simulated import tokenizer
 
 from tests.engine_host import EngineHost, a_spec, running_host
 
@@ -47,6 +48,15 @@ async def answer_of(runner: Runner, path: str, **body: Any) -> dict[str, Any]:
     assert message.content_type == "application/json"
     document: dict[str, Any] = json.loads(message.body)
     return document
+
+
+def events_of(body: bytes) -> list[dict[str, Any]]:
+    """Read the events of a stream, or of one message of it: each holds whole events."""
+    return [
+        json.loads(event.removeprefix("data: "))
+        for event in body.decode().split("\n\n")
+        if event and event != "data: [DONE]"
+    ]
 
 
 async def refusal_of(call: Any) -> ForebayError:
@@ -98,11 +108,7 @@ async def test_stream_is_the_document_in_parts(runner: Runner) -> None:
         metadata=((metadata.REQUEST_ID, "abc-1"),),
     )
     messages = [message async for message in call]
-    events = [
-        json.loads(event.removeprefix("data: "))
-        for event in b"".join(message.body for message in messages).decode().split("\n\n")
-        if event and event != "data: [DONE]"
-    ]
+    events = [event for message in messages for event in events_of(message.body)]
     texts = ["", ""]
     for event in events:
         assert event["id"] == "chatcmpl-abc-1"
@@ -236,6 +242,95 @@ async def test_calls_are_bounded(tmp_path: Path) -> None:
         assert refusal.reason is Reason.QUEUE_FULL
         assert refusal.retry_after_s == 1
         first.cancel()
+
+
+BEYOND_ASCII = "Sag es mit 水 und 🌊, wie ж es sagt."
+
+
+async def test_text_beyond_ascii_reaches_the_caller_as_the_engine_said_it(runner: Runner) -> None:
+    options = {"prompt": BEYOND_ASCII, "max_tokens": 300, "ignore_eos": True}
+    request = inference.GenerateRequest(
+        text=BEYOND_ASCII, sampling=inference.SamplingOptions(max_tokens=300, ignore_eos=True)
+    )
+    deltas = [message async for message in runner.Generate(request)]
+    tokens = [token for message in deltas for token in message.token_ids]
+    said = tokenizer.decode(tokens)
+    assert set(tokenizer.SPLIT_CHARACTERS) <= set(said)
+    assert "".join(message.text_delta for message in deltas) == said
+    assert "\ufffd" not in "".join(message.text_delta for message in deltas[:-1])
+    document = await answer_of(runner, "/v1/completions", **options)
+    assert document["choices"][0]["text"] == said
+    streamed = [
+        message
+        async for message in call_openai(runner, "/v1/completions", {**options, "stream": True})
+    ]
+    texts = [
+        choice["text"]
+        for message in streamed
+        for event in events_of(message.body)
+        for choice in event["choices"]
+    ]
+    assert "".join(texts) == said
+    assert tokens == [
+        token for message in streamed for choice in message.tokens for token in choice.token_ids
+    ]
+
+
+async def test_under_load_tokens_share_frames_but_the_ends_do_not_wait(tmp_path: Path) -> None:
+    options = {"frame_from_streams": 2, "frame_interval_ms": 1000}
+    async with running_host(tmp_path, [a_spec(profile="paced")], **options) as host:
+        runner = await host.runner()
+        sampling = inference.SamplingOptions(max_tokens=30, ignore_eos=True, logprobs=1)
+        request = inference.GenerateRequest(text="a", sampling=sampling)
+
+        async def generate() -> list[inference.GenerateResponse]:
+            return [message async for message in runner.Generate(request)]
+
+        async def stream() -> list[inference.CallOpenAIResponse]:
+            body = {"prompt": "a", "max_tokens": 30, "ignore_eos": True, "stream": True, "n": 2}
+            return [m async for m in call_openai(runner, "/v1/completions", body)]
+
+        alone = await generate()
+        assert len(alone) > 15
+        began = time.monotonic()
+        generated, streamed = await asyncio.gather(generate(), stream())
+        # 30 steps of 10 ms; the tick that they would wait for comes after a second.
+        assert time.monotonic() - began < 0.9
+    # Which of the two is the second stream is chance: the first may get a frame or two more.
+    assert len(generated) <= 4
+    assert len(streamed) <= 4
+    assert len(generated) + len(streamed) <= 6
+    for name in ("text_delta", "token_ids", "logprobs"):
+        assert [part for m in generated for part in getattr(m, name)] == [
+            part for m in alone for part in getattr(m, name)
+        ]
+    counts = {0: 0, 1: 0}
+    for message in streamed:
+        assert message.body.endswith(b"\n\n")
+        assert events_of(message.body)
+        for choice in message.tokens:
+            counts[choice.index] += len(choice.token_ids)
+    assert counts == {0: 30, 1: 30}
+
+
+async def test_reader_that_lags_gets_the_same_in_fewer_messages(host: EngineHost) -> None:
+    status = await host.until_active()
+    narrow = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))
+    async with grpc.aio.insecure_channel(f"unix:{status.socket_path}", options=narrow) as channel:
+        sampling = inference.SamplingOptions(max_tokens=2000, ignore_eos=True, logprobs=20)
+        call = inference_grpc.InferenceServiceStub(channel).Generate(
+            inference.GenerateRequest(text="a", sampling=sampling)
+        )
+        messages = [await call.read()]
+        # The engine goes on without its reader, and its slot is free before the answer is read.
+        await host.until(lambda s: s.load.generated_tokens >= 2000 and s.load.running == 0)
+        while (message := await call.read()) is not grpc.aio.EOF:
+            messages.append(message)
+    tokens = [token for message in messages for token in message.token_ids]
+    assert len(tokens) == 2000 == messages[-1].usage.completion_tokens
+    assert len(messages) < 1000
+    assert all(len(message.logprobs) == len(message.token_ids) for message in messages)
+    assert "".join(message.text_delta for message in messages) == tokenizer.decode(tokens)
 
 
 async def test_hundreds_of_calls_at_once_each_get_their_own(runner: Runner) -> None:

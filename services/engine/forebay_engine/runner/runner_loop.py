@@ -19,9 +19,11 @@ from forebay_engine import config
 from forebay_engine.adapters.profiles import load_profile
 from forebay_engine.core import link
 from forebay_engine.core.canary import Canary
+from forebay_engine.core.pace import Pace
 from forebay_engine.runner.backend import Backend, Loaded, Phase
 from forebay_engine.runner.canary import ask_canary
 from forebay_engine.runner.host_link import HostLink
+from forebay_engine.runner.pacing import Ticker
 from forebay_engine.runner.service import Gate, InferenceServicer
 from forebay_engine.runner.simulated import SimulatedBackend
 
@@ -74,6 +76,12 @@ class _Runner:
         grpc_server = server.Server()
         servicer = InferenceServicer(
             backend,
+            Ticker(
+                Pace(
+                    from_streams=self._config.frame_from_streams,
+                    interval_s=self._config.frame_interval_ms / 1000,
+                )
+            ),
             model_version=self._spec.model_version,
             calls_max=self._config.requests_max,
         )

@@ -15,6 +15,7 @@ from forebay_common.errors import ForebayError, Reason
 
 from forebay_engine.runner import tracing
 from forebay_engine.runner.backend import Backend, Call, Delta, Frame, Logprob
+from forebay_engine.runner.pacing import Ticker
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
@@ -36,8 +37,11 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     metadata `forebay-model`, which a router has resolved, must name it exactly.
     """
 
-    def __init__(self, backend: Backend, *, model_version: str, calls_max: int) -> None:
+    def __init__(
+        self, backend: Backend, ticker: Ticker, *, model_version: str, calls_max: int
+    ) -> None:
         self._backend = backend
+        self._ticker = ticker
         self._model = model_version
         self._calls_max = calls_max
         self._fingerprint = ""
@@ -61,21 +65,24 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:  # type: ignore[override]  # noqa: N802
         """Stream an answer."""
         operation = "chat" if request.HasField("messages") else "text_completion"
-        with self._call(context, operation=operation, model=request.model) as call:
+        with (
+            self._call(context, operation=operation, model=request.model) as call,
+            self._ticker.stream(call) as stream,
+        ):
             header: pb.AnswerHeader | None = self._header(call)
             deltas: AsyncGenerator[Delta, None] = self._backend.generate(request, call)
             async with contextlib.aclosing(deltas):
-                async for delta in deltas:
-                    message = pb.GenerateResponse(
-                        header=header, text_delta=delta.text, token_ids=delta.tokens
-                    )
+                async for text, tokens, logprobs, finish in deltas:
+                    message = pb.GenerateResponse(header=header, text_delta=text, token_ids=tokens)
                     header = None
-                    if delta.logprobs:
-                        message.logprobs.extend(map(_logprobs, delta.logprobs))
-                    if delta.finish is not None:
-                        message.finish_reason = _FINISH.get(delta.finish, pb.FINISH_REASON_STOP)
+                    if logprobs:
+                        message.logprobs.extend(map(_logprobs, logprobs))
+                    if finish is not None:
+                        message.finish_reason = _FINISH.get(finish, pb.FINISH_REASON_STOP)
                         message.usage.CopyFrom(_usage(call))
                     await context.write(message)
+                    if finish is None and (tick := stream.wait()) is not None:
+                        await tick
 
     async def Embed(self, request: pb.EmbedRequest, context: _Context) -> pb.EmbedResponse:  # noqa: N802
         """Answer with vectors."""
@@ -90,7 +97,10 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
     async def CallOpenAI(self, request: pb.CallOpenAIRequest, context: _Context) -> None:  # type: ignore[override]  # noqa: N802
         """Stream the ready-made bytes of an OpenAI answer."""
         operation = _OPERATIONS.get(request.path, "unknown")
-        with self._call(context, operation=operation, model="") as call:
+        with (
+            self._call(context, operation=operation, model="") as call,
+            self._ticker.stream(call) as stream,
+        ):
             first = True
 
             async def send(frame: Frame) -> None:
@@ -104,17 +114,18 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 if frame.last:
                     message.usage.CopyFrom(_usage(call))
                 await context.write(message)
+                if not frame.last and (tick := stream.wait()) is not None:
+                    await tick
 
             await self._backend.call_openai(request.path, request.body, call, send)
 
     @contextlib.contextmanager
     def _call(self, context: _Context, *, operation: str, model: str) -> Iterator[Call]:
-        received = context.invocation_metadata()
-        sent = metadata.texts(received)
+        sent = metadata.texts(context.invocation_metadata())
         self._admit(sent.get(metadata.MODEL, self._model))
         call = Call(metadata.request_id_from(sent.get(metadata.REQUEST_ID)), time.time_ns())
         span = tracing.start_span(
-            received,
+            sent,
             call,
             operation=operation,
             model=model or sent.get(metadata.MODEL, self._model),

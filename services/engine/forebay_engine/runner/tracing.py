@@ -1,6 +1,6 @@
 """The spans of one call: `generate`, with `prefill` and `decode` under it at their real times."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 from forebay_common import telemetry
 from opentelemetry import trace
@@ -9,12 +9,12 @@ from forebay_engine.runner.backend import Call
 
 
 def start_span(
-    metadata: Iterable[tuple[str, str | bytes]] | None, call: Call, *, operation: str, model: str
+    metadata: Mapping[str, str], call: Call, *, operation: str, model: str
 ) -> trace.Span | None:
-    """Start the `generate` span under the caller's; None when the trace is not sampled."""
-    span = telemetry.tracer().start_span(
+    """Start the `generate` span under the caller's; None when it would not be recorded."""
+    span = telemetry.start_span(
         "generate",
-        context=telemetry.extract(metadata),
+        metadata,
         kind=trace.SpanKind.SERVER,
         start_time=call.started_ns,
         attributes={
@@ -24,7 +24,7 @@ def start_span(
             "forebay.request_id": call.request_id,
         },
     )
-    return span if span.is_recording() else None
+    return span if span is not None and span.is_recording() else None
 
 
 def end_span(span: trace.Span, call: Call, *, end_ns: int, model: str, failure: str | None) -> None:

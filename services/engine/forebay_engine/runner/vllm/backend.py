@@ -21,7 +21,6 @@ from forebay_engine.core import link
 from forebay_engine.runner.backend import Call, Delta, Loaded, Phase, SendFrame
 from forebay_engine.runner.vllm.arguments import CPU_ENVIRONMENT, ENVIRONMENT, vllm_arguments
 from forebay_engine.runner.vllm.cores import give_way
-from forebay_engine.runner.vllm.merging import Merging
 from forebay_engine.runner.vllm.openai_app import OpenAIApp
 from forebay_engine.runner.vllm.phases import hear_phases
 
@@ -39,7 +38,6 @@ class VllmBackend:
         self._stats: Any = None
         self._app: OpenAIApp | None = None
         self._direct: Any = None
-        self._merging = Merging(from_running=config.merge_running, tokens=config.merge_tokens)
         self._embeds = spec.task == engine_pb.TASK_EMBED
 
     async def load(self, report: Callable[[Phase], None]) -> Loaded:
@@ -63,10 +61,10 @@ class VllmBackend:
         if on_cpu:
             give_way([process.pid for process in self._core_processes()])
         self._app = OpenAIApp(
-            await engine_module.build_openai_app(built, self._merging),
+            await engine_module.build_openai_app(built),
             model=self._spec.model_version,
         )
-        self._direct = direct_module.DirectCalls(built.engine, self._merging)
+        self._direct = direct_module.DirectCalls(built.engine)
         # What is loaded now stays: otherwise a full collection looks through all of it, and every
         # stream pauses for half a second.
         gc.collect()
@@ -89,8 +87,7 @@ class VllmBackend:
     async def call_openai(self, path: str, body: bytes, call: Call, send: SendFrame) -> None:
         """Answer through vLLM's own app."""
         assert self._app is not None
-        with self._merging.call():
-            await self._app.call(path, body, call, send)
+        await self._app.call(path, body, call, send)
 
     def load_now(self) -> link.Load:
         """Return what the engine's last step told."""

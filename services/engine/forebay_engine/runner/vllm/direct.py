@@ -17,8 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from forebay_engine.runner.backend import Call, Delta, Logprob
 from forebay_engine.runner.vllm.engine_errors import translate
-from forebay_engine.runner.vllm.merging import Merging
-from forebay_engine.runner.vllm.observed import note_output
+from forebay_engine.runner.vllm.observed import CALL, note_output
 
 _INPUTS_MAX = 2048
 _STOPS_MAX = 16
@@ -41,9 +40,8 @@ _SAME = (
 class DirectCalls:
     """Calls of the contract's own methods on one engine."""
 
-    def __init__(self, engine: Any, merging: Merging) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._merging = merging
         self._renderer = engine.renderer
         self._context_tokens = engine.model_config.max_model_len
         self._defaults = engine.model_config.get_diff_sampling_param()
@@ -52,24 +50,24 @@ class DirectCalls:
         self, request: pb.GenerateRequest, call: Call
     ) -> AsyncGenerator[Delta, None]:
         """Answer a prompt."""
+        # The caller's task is this call's own: nothing else in it reaches the engine.
+        CALL.set(call)
         try:
-            with self._merging.call():
-                prompt = await self._render(request)
-                params = self._sampling(request.sampling, len(prompt["prompt_token_ids"]))
-                self._merging.shape(params)
-                outputs = self._engine.generate(prompt, params, call.request_id)
-                started = False
-                async with contextlib.aclosing(outputs):
-                    async for output in outputs:
-                        note_output(call, output, started=started)
-                        started = True
-                        (completion,) = output.outputs
-                        yield Delta(
-                            completion.text,
-                            completion.token_ids,
-                            _logprobs(completion, params.logprobs),
-                            completion.finish_reason,
-                        )
+            prompt = await self._render(request)
+            params = self._sampling(request.sampling, len(prompt["prompt_token_ids"]))
+            outputs = self._engine.generate(prompt, params, call.request_id)
+            started = False
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    note_output(call, output, started=started)
+                    started = True
+                    (completion,) = output.outputs
+                    yield Delta(
+                        completion.text,
+                        completion.token_ids,
+                        _logprobs(completion, params.logprobs),
+                        completion.finish_reason,
+                    )
         except Exception as error:
             raise translate(error, request.SerializeToString()) from error
 

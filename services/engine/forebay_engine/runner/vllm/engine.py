@@ -17,8 +17,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor import Executor
 
 from forebay_engine.runner.backend import Loaded
-from forebay_engine.runner.vllm.merging import Merging
-from forebay_engine.runner.vllm.observed import ObservedEngine
+from forebay_engine.runner.vllm.observed import ObservedEngine, announce_end
 from forebay_engine.runner.vllm.stats import StepStats
 
 
@@ -43,6 +42,19 @@ class Built:
         )
 
 
+class _Engine(AsyncLLM):  # type: ignore[misc]  # vLLM has no type information
+    """vLLM's engine, which also says when it has ended a request.
+
+    Its generator gives a result when it is asked, and merges what came since. While a stream waits
+    before it asks again, only the one who puts results there knows that the last one has come.
+    """
+
+    async def add_request(self, *args: Any, **kwargs: Any) -> Any:
+        collector = await super().add_request(*args, **kwargs)
+        announce_end(collector)
+        return collector
+
+
 def is_on_cpu() -> bool:
     """Say whether vLLM runs on the CPU here."""
     return bool(current_platform.is_cpu())
@@ -55,7 +67,7 @@ def build_engine(command_line: list[str]) -> Built:
     config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(
         UsageContext.ENGINE_CONTEXT
     )
-    engine = AsyncLLM(
+    engine = _Engine(
         vllm_config=config,
         executor_class=Executor.get_class(config),
         # Ours alone: vLLM's loggers would cost time at each step, and nobody reads them here.
@@ -68,16 +80,11 @@ def build_engine(command_line: list[str]) -> Built:
     return Built(engine, stats, arguments)
 
 
-async def build_openai_app(built: Built, merging: Merging) -> Any:
-    """Return vLLM's OpenAI app over the engine, which it reaches through `ObservedEngine`.
-
-    Args:
-        built: the engine.
-        merging: shapes the requests that the app makes.
-    """
+async def build_openai_app(built: Built) -> Any:
+    """Return vLLM's OpenAI app over the engine, which it reaches through `ObservedEngine`."""
     tasks = await built.engine.get_supported_tasks()
     app = build_app(built.arguments, tasks, built.engine.model_config)
-    engine = ObservedEngine(built.engine, merging)
+    engine = ObservedEngine(built.engine)
     await init_app_state(engine, app.state, built.arguments, tasks)
     # vLLM asks its HTTP server to stop when the engine is dead; the runner sees that by itself.
     app.state.server = SimpleNamespace(should_exit=False)

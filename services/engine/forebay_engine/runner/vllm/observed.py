@@ -14,7 +14,6 @@ from typing import Any
 from vllm.engine.protocol import EngineClient
 
 from forebay_engine.runner.backend import Call
-from forebay_engine.runner.vllm.merging import Merging
 
 
 class Observation:
@@ -86,21 +85,21 @@ class Observation:
 
 
 CURRENT: ContextVar[Observation | None] = ContextVar("forebay_observation", default=None)
+CALL: ContextVar[Call | None] = ContextVar("forebay_call", default=None)
+"""The call that a request is made for."""
 
 
 class ObservedEngine:
     """An engine client that forwards everything to another one, and lets calls be observed."""
 
-    def __init__(self, engine: Any, merging: Merging) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._merging = merging
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         """Generate, observed."""
-        self._merging.shape(sampling_params)
         outputs = self._engine.generate(prompt, sampling_params, *args, **kwargs)
         observation = CURRENT.get()
         if observation is None:
@@ -115,6 +114,24 @@ class ObservedEngine:
 
 
 EngineClient.register(ObservedEngine)
+
+
+def announce_end(collector: Any) -> None:
+    """Let the current call know when the engine has ended the request of a collector."""
+    call = CALL.get()
+    if call is None:
+        return
+    put = collector.put
+
+    def put_and_tell(output: Any) -> None:
+        put(output)
+        if isinstance(output, Exception) or output.finished:
+            # Only the first one counts, and the collector is free of this function again.
+            collector.put = put
+            call.end_sequence()
+
+    call.begin_sequence()
+    collector.put = put_and_tell
 
 
 def note_output(call: Call, output: Any, *, started: bool) -> None:

@@ -13,7 +13,7 @@ from forebay_common.errors import ForebayError, Reason
 
 from forebay_engine.runner.backend import Call, Frame, SendFrame
 from forebay_engine.runner.vllm import errors
-from forebay_engine.runner.vllm.observed import CURRENT, Observation
+from forebay_engine.runner.vllm.observed import CALL, CURRENT, Observation
 
 # vLLM's app also has paths that control the engine; none of them is for callers.
 _PATHS = frozenset(
@@ -51,6 +51,7 @@ class OpenAIApp:
         exchange = _Exchange(self._name_model(body), call, send)
         # A task of its own carries the observation to whatever vLLM starts, and can be cut.
         token = CURRENT.set(exchange.observation)
+        CALL.set(call)
         try:
             task = asyncio.create_task(
                 self._app(_scope(path, call), exchange.receive, exchange.send)
