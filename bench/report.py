@@ -22,6 +22,7 @@ class Report:
         self._folder = folder
         self._figures: dict[str, Any] = {}
         self._goals: list[dict[str, Any]] = []
+        self._partial = ""
         self._environment = _environment()
         print(f"{name}: " + ", ".join(f"{k} {v}" for k, v in self._environment.items()))
 
@@ -40,11 +41,19 @@ class Report:
         """Record whether a goal was met; a missed one stays in the result."""
         self._goals.append({"name": name, "value": value, "goal": goal, "ok": ok})
 
+    def keep_stored(self, why: str) -> None:
+        """Leave the stored result as it is: this run measured a part, or not well enough."""
+        self._partial = why
+
     def finish(self) -> int:
         """Write the result; 0 when every goal was met."""
         for goal in self._goals:
             verdict = "met" if goal["ok"] else "MISSED"
             print(f"{verdict}: {goal['name']} = {_shown(goal['value'])} (goal {goal['goal']})")
+        met = all(goal["ok"] for goal in self._goals)
+        if self._partial:
+            print(f"the stored result stays: {self._partial}")
+            return 0 if met else 1
         self._folder.mkdir(exist_ok=True)
         result = {
             "name": self._name,
@@ -55,7 +64,7 @@ class Report:
         }
         path = self._folder / f"{self._name}.json"
         path.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n")
-        return 0 if all(goal["ok"] for goal in self._goals) else 1
+        return 0 if met else 1
 
 
 def _shown(value: Any) -> str:
