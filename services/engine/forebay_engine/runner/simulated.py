@@ -106,11 +106,13 @@ class SimulatedBackend:
         )
         try:
             while choice.finish is None or answer.grown:
-                for _, text, tokens, logprobs, finish in await answer.take():
+                if (waiter := answer.waiter()) is not None:
+                    await waiter
+                for _, text, tokens, logprobs, finish in answer.take():
                     yield Delta(
                         text,
                         tokens,
-                        [_logprob(entry) for entry in logprobs],
+                        [_logprob(entry) for entry in logprobs] if logprobs else (),
                         finish.value if finish else None,
                     )
         finally:
@@ -221,7 +223,9 @@ class SimulatedBackend:
             if request.stream:
                 await self._stream_text(openai.EventWriter(head, request), answer, call, send)
                 return
-            wholes = sorted(await answer.take())
+            if (waiter := answer.waiter()) is not None:
+                await waiter
+            wholes = sorted(answer.take())
         finally:
             self._end(answer)
         document = openai.answer_document(head, request, wholes, _usage_document(call))
@@ -235,7 +239,9 @@ class SimulatedBackend:
         tokens: list[tuple[int, Sequence[int]]] = []
         last = False
         while not last:
-            deltas = await answer.take()
+            if (waiter := answer.waiter()) is not None:
+                await waiter
+            deltas = answer.take()
             events += writer.deltas(deltas)
             tokens += [(delta.choice, delta.tokens) for delta in deltas]
             last = call.generating == 0
@@ -251,7 +257,8 @@ class SimulatedBackend:
         choices = [Choice(index=index, seed=0) for index in range(len(inputs))]
         answer = self._begin(inputs, choices, call, max_tokens=0, whole=True)
         try:
-            await answer.take()
+            if (waiter := answer.waiter()) is not None:
+                await waiter
         finally:
             self._end(answer)
         dimensions = self._profile.embedding_dimensions
@@ -349,6 +356,8 @@ class _Answer:
         self.grown: dict[int, Choice] = {}
         self._call = call
         self._whole = whole
+        # Kept, because to ask for it is a system call in some versions of Python.
+        self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
 
     def add(self, sequence: _Sequence, emission: planner.Emission, now_ns: int) -> bool:
@@ -363,24 +372,34 @@ class _Answer:
         call.last_token_ns = now_ns
         if not call.first_token_ns:
             call.first_token_ns = now_ns
-        ended = choice.finish is not None
         if choice.finish is not None:
             if emission.token is not None:
                 call.finish_reasons.append(choice.finish.value)
             call.end_sequence()
         waiter = self._waiter
-        if waiter is not None and not (self._whole and call.generating) and not waiter.done():
-            waiter.set_result(None)
-        return ended
+        if waiter is not None and self._is_ready():
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+        return choice.finish is not None
 
-    async def take(self) -> list[ChoiceDelta]:
-        """Wait until there is something, and return all there is."""
-        while not self.grown or (self._whole and self._call.generating):
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        self._waiter = None
+    def waiter(self) -> asyncio.Future[None] | None:
+        """Return what to await before there is something to take; None when there is already.
+
+        A future and not a coroutine: that is one frame less for each token.
+        """
+        if self._is_ready():
+            return None
+        self._waiter = self._loop.create_future()
+        return self._waiter
+
+    def take(self) -> list[ChoiceDelta]:
+        """Return all there is."""
         grown, self.grown = self.grown, {}
         return [choice.take() for choice in grown.values()]
+
+    def _is_ready(self) -> bool:
+        return not self._call.generating if self._whole else bool(self.grown)
 
 
 def _usage_document(call: Call) -> dict[str, Any]:

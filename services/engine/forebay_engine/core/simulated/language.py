@@ -7,6 +7,7 @@ words of a fixed list; an answer can end after a full stop, and has 60 tokens on
 with characters beyond ASCII is answered with some of them, whose tokens hold half a character each.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 
 from forebay_engine.core.simulated.tokenizer import (
@@ -34,6 +35,7 @@ _WORD_TOKENS = tuple(encode(f" {word}")[0] for word in dict.fromkeys(_WORDS))
 _FULL_STOP = ord(".")
 _FIRST_PARTS = tuple(SECOND_PARTS)
 _BEYOND_ONE_IN = 3
+_REMEMBERED_SEEDS = 1024
 _STOPS_ONE_IN = 10
 _ENDS_ONE_IN = 6
 
@@ -64,7 +66,7 @@ def next_token(
     """
     if last in SECOND_PARTS:
         return SECOND_PARTS[last]
-    draw = _mix(context ^ _mix(seed))
+    draw = _mix(context ^ _mix_seed(seed))
     if last == _FULL_STOP and may_end and draw % _ENDS_ONE_IN == 0:
         return END_OF_SEQUENCE
     draw >>= 8
@@ -108,6 +110,11 @@ def _mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
+
+
+@functools.lru_cache(maxsize=_REMEMBERED_SEEDS)
+def _mix_seed(seed: int) -> int:
+    return _mix(seed)
 
 
 _WORD_SET = frozenset(_WORD_TOKENS)
