@@ -6,8 +6,8 @@ Router and batcher differ on the token path in their `Policy` alone.
 from __future__ import annotations
 
 import dataclasses
-from enum import Enum
 from collections.abc import Awaitable
+from enum import Enum
 from typing import Any, Protocol, TypeAlias
 
 from forebay_common.errors import ForebayError

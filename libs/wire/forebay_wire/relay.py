@@ -1,46 +1,113 @@
-"""A relay on grpc.aio: streams pass as raw messages that are never decoded.
+"""Carries requests to where a policy sends them, and their answers back, without decoding them.
 
-Invariant: each admitted request ends with exactly one `on_end`, and no attempt outlives its caller.
+Invariants: each admitted request ends with exactly one `on_end`; its caller is told exactly one of
+`finish` and `fail`, unless it left; no attempt outlives its caller.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
+import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any
+from bisect import bisect_left
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable
+from typing import Protocol
 
-import grpc
 from forebay_common import metadata as md
-from forebay_common.channel import ChannelPool
-from forebay_common.errors import ForebayError, Reason, from_rpc_error
-from forebay_common.server import Server
-from forebay_common.telemetry import extract
+from forebay_common.errors import ForebayError, Reason, from_status
 
-from forebay_wire.policy import (
-    SERVICE,
-    Fail,
-    Head,
-    Method,
-    Outcome,
-    Policy,
-    Progress,
-    Route,
+from forebay_wire.client import ClientPool
+from forebay_wire.core.connection import Connection, OnData, Stream
+from forebay_wire.core.frames import ErrorCode
+from forebay_wire.core.headers import (
+    Headers,
+    MalformedError,
+    Trailers,
+    check_response,
+    check_trailers,
+    metadata_block,
+    parse_trailers,
+    request_block,
+    timeout_field,
 )
+from forebay_wire.core.messages import Boundary, MessageError, MessageReader, frame
+from forebay_wire.metrics import GAP_BOUNDS_S, WireMetrics
+from forebay_wire.policy import Fail, Head, Outcome, Policy, Progress, Route
 
-_PASSED_ON = (md.USAGE, md.REPLICA, md.REQUEST_ID)
+_log = logging.getLogger(__name__)
+_PASSED_ON = frozenset((md.USAGE, md.REPLICA, md.REQUEST_ID))
+# A peer that ends its connection in order has not touched these requests: they are sent again
+# without asking the policy, at most this often.
+_RESENDS_MAX = 2
+_UNAVAILABLE = 14
+_BY_HTTP_STATUS = {429: _UNAVAILABLE, 502: _UNAVAILABLE, 503: _UNAVAILABLE, 504: _UNAVAILABLE}
+
+
+class Caller(Protocol):
+    """The end of a call that faces whoever asked. Called from the event loop, and never before
+    `Relay.call` has returned."""
+
+    def begin(self, call: Call) -> None:
+        """The answer begins; nothing of it was told before. `call.encoding` is known."""
+        ...
+
+    def forward(self, data: bytes, start: int, end: int) -> None:
+        """Take `data[start:end]`: messages with their length prefixes, cut anywhere."""
+        ...
+
+    def finish(self, trailing: md.Metadata) -> None:
+        """The answer is whole."""
+        ...
+
+    def fail(self, error: ForebayError, trailing: md.Metadata) -> None:
+        """The request was refused or failed, before or after it began."""
+        ...
 
 
 class Relay:
-    """Carries requests to where its policy sends them, and their answers back."""
+    """Carries requests."""
 
     def __init__(
-        self, policy: Policy, channels: ChannelPool, *, trailing: md.Metadata = ()
+        self,
+        policy: Policy,
+        pool: ClientPool,
+        *,
+        trailing: md.Metadata = (),
+        metrics: WireMetrics | None = None,
     ) -> None:
         """`trailing` is what this hop adds to the trailing metadata of each answer."""
-        self._policy = policy
-        self._channels = channels
-        self._trailing = trailing
+        self.policy = policy
+        self.pool = pool
+        self.trailing = trailing
+        self.metrics = metrics if metrics is not None else WireMetrics()
+        self.loop = asyncio.get_running_loop()
+
+    def call(
+        self,
+        head: Head,
+        message: bytes,
+        caller: Caller,
+        *,
+        compressed: bytes | None = None,
+        encoding: str = "",
+        accept_encoding: str = "",
+    ) -> Call:
+        """Start a request.
+
+        Args:
+            head: the request.
+            message: its message, not compressed, without its prefix.
+            caller: gets the answer.
+            compressed: the message as it came, when it came compressed; this is what is sent on.
+            encoding: how `compressed` is compressed.
+            accept_encoding: which compressed answers the caller takes, in gRPC's form.
+        """
+        call = Call(self, head, message, caller)
+        if compressed is not None or accept_encoding:
+            call.compressed, call.encodings = compressed, (encoding, accept_encoding)
+        call.start()
+        return call
 
     async def stream(
         self, head: Head, message: bytes, progress: Progress | None = None
@@ -55,37 +122,16 @@ class Relay:
         Raises:
             ForebayError: the request was refused or failed.
         """
-        progress = progress if progress is not None else Progress()
-        progress.started_s = time.monotonic()
-        route = await self._policy.admit(head, message)
-        outcome, error = Outcome.CANCELLED, None
+        reader = _Reader(self.pool.message_bytes)
+        call = Call(self, head, message, reader)
+        if progress is not None:
+            call.progress = progress
+        call.start()
         try:
-            while True:
-                error = None
-                attempt = self._start(head, route, message)
-                try:
-                    async for part in _messages(attempt, head.method):
-                        if progress.messages == 0:
-                            progress.first_message_s = time.monotonic()
-                        progress.messages += 1
-                        progress.message_bytes += len(part)
-                        yield part
-                    await self._settle(attempt, progress)
-                    outcome = Outcome.SUCCEEDED
-                    return
-                except grpc.RpcError as rpc_error:
-                    error = _read_failure(rpc_error, head)
-                    progress.trailing = self._trailing + _forebay_only(_trailing_of(rpc_error))
-                finally:
-                    attempt.cancel()
-                decision = await self._policy.on_failure(head, route, error, progress)
-                if isinstance(decision, Fail) or progress.messages:
-                    outcome = Outcome.FAILED
-                    error = decision.error if isinstance(decision, Fail) else error
-                    raise error
-                route = decision.route
+            while (part := await reader.next(call)) is not None:
+                yield part
         finally:
-            self._policy.on_end(head, route, outcome, error, progress)
+            call.cancel()
 
     async def unary(self, head: Head, message: bytes, progress: Progress | None = None) -> bytes:
         """Answer a request whose method gives one message.
@@ -93,102 +139,462 @@ class Relay:
         Raises:
             ForebayError: the request was refused or failed.
         """
-        async with contextlib.aclosing(self.stream(head, message, progress)) as answers:
-            parts = [part async for part in answers]
-        assert len(parts) == 1, "a unary call gives one message"
+        parts = [part async for part in self.stream(head, message, progress)]
+        if len(parts) != 1:
+            raise ForebayError(Reason.INTERNAL, "The replica failed.")
         return parts[0]
 
-    async def _settle(self, attempt: Any, progress: Progress) -> None:
-        progress.trailing = self._trailing + _forebay_only(await attempt.trailing_metadata())
-        usage = dict(progress.trailing).get(md.USAGE)
-        progress.usage = md.Usage.decode(usage) if usage is not None else None
 
-    def _start(self, head: Head, route: Route, message: bytes) -> Any:
-        timeout_s = None if route.deadline is None else max(0.0, route.deadline - time.monotonic())
-        method = self._channels.raw_method(
-            route.target, head.method.path, streams=head.method.streams
-        )
-        return method(
-            message if route.message is None else route.message,
-            metadata=route.metadata,
-            timeout=timeout_s,
-        )
+class Call:
+    """One request on its way. Receives for the stream of its present attempt."""
 
-
-async def _messages(attempt: Any, method: Method) -> AsyncIterator[bytes]:
-    if not method.streams:
-        yield await attempt
-        return
-    # `read` instead of iteration: one coroutine less per message.
-    while (part := await attempt.read()) is not grpc.aio.EOF:
-        yield part
-
-
-def _read_failure(rpc_error: grpc.RpcError, head: Head) -> ForebayError:
-    error = from_rpc_error(rpc_error)
-    # A hop that cancels because its own clock ran out means the deadline, whatever it says.
-    expired = head.deadline is not None and time.monotonic() >= head.deadline
-    if error.reason is Reason.CANCELLED and expired:
-        return ForebayError(Reason.DEADLINE_EXCEEDED, "The deadline passed.")
-    if error.reason is Reason.CANCELLED:
-        # We did not cancel it, so the replica did: it is going away.
-        return ForebayError(Reason.REPLICA_LOST, "The replica ended the call.")
-    return error
-
-
-def _trailing_of(rpc_error: grpc.RpcError) -> Any:
-    return rpc_error.trailing_metadata() if isinstance(rpc_error, grpc.aio.AioRpcError) else ()
-
-
-def _forebay_only(trailing: Any) -> md.Metadata:
-    return tuple((k, v) for k, v in trailing or () if k in _PASSED_ON and isinstance(v, str))
-
-
-def head_of(context: grpc.aio.ServicerContext[Any, Any], method: Method) -> Head:
-    """Read a request's head from its gRPC call."""
-    invocation = context.invocation_metadata() or ()
-    metadata = md.texts(invocation)
-    remaining_s = context.time_remaining()
-    return Head(
-        method=method,
-        metadata=metadata,
-        deadline=None if remaining_s is None else time.monotonic() + remaining_s,
-        request_id=md.request_id_from(metadata.get(md.REQUEST_ID)),
-        trace=extract(invocation),
+    __slots__ = (
+        "_admission",
+        "_answered",
+        "_attempt_began",
+        "_boundary",
+        "_caller",
+        "_deadline",
+        "_done",
+        "_error",
+        "_forward",
+        "_gaps",
+        "_held",
+        "_last_s",
+        "_message",
+        "_relay",
+        "_resends",
+        "_route",
+        "_status",
+        "_stream",
+        "_waits_at",
+        "compressed",
+        "encoding",
+        "encodings",
+        "head",
+        "progress",
     )
 
+    def __init__(self, relay: Relay, head: Head, message: bytes, caller: Caller) -> None:
+        self.head = head
+        self.progress = Progress(started_s=time.monotonic())
+        self.encoding = ""
+        """How the answer's messages are compressed, where they are."""
+        self.compressed: bytes | None = None
+        self.encodings: tuple[str, str] | None = None
+        self._relay = relay
+        self._message = message
+        self._caller = caller
+        self._forward: OnData = caller.forward
+        self._route: Route | None = None
+        self._stream: Stream | None = None
+        self._admission: asyncio.Task[None] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._waits_at: str | None = None
+        self._status = 0
+        self._answered = False
+        self._attempt_began = False
+        self._boundary: Boundary | None = None
+        self._error: ForebayError | None = None
+        self._held = False
+        self._done = False
+        self._resends = 0
+        self._last_s = 0.0
+        self._gaps = relay.metrics.gaps
 
-def serve_relay(server: Server, relay: Relay) -> None:
-    """Serve InferenceService on `server` by relaying every call."""
+    # --- What its caller asks ------------------------------------------------------------------
 
-    def answer(method: Method) -> Any:
-        async def stream(message: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            head, progress = head_of(context, method), Progress()
-            try:
-                async with contextlib.aclosing(relay.stream(head, message, progress)) as answers:
-                    async for part in answers:
-                        await context.write(part)
-            finally:
-                context.set_trailing_metadata(_trailing(head, progress))
+    def start(self) -> None:
+        """Ask the policy, and go."""
+        relay = self._relay
+        relay.metrics.calls += 1
+        try:
+            admitted = relay.policy.admit(self.head, self._message)
+        except ForebayError as error:
+            relay.loop.call_soon(self._refuse, error)
+            return
+        except Exception:
+            _log.exception("unexpected error in a policy")
+            relay.loop.call_soon(self._refuse, _unexpected())
+            return
+        if isinstance(admitted, Route):
+            self._begin(admitted)
+        else:
+            self._admission = relay.loop.create_task(self._wait(admitted))
 
-        async def unary(message: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
-            head, progress = head_of(context, method), Progress()
-            try:
-                return await relay.unary(head, message, progress)
-            finally:
-                context.set_trailing_metadata(_trailing(head, progress))
+    def cancel(self) -> None:
+        """The caller left. Harmless when the call has ended."""
+        if self._done:
+            return
+        self._done = True
+        self._stop()
+        if self._route is not None:
+            self._end(Outcome.CANCELLED, None)
 
-        if method.streams:
-            return grpc.unary_stream_rpc_method_handler(stream)
-        return grpc.unary_unary_rpc_method_handler(unary)
+    def hold(self) -> None:
+        """The caller cannot take more now: the next hop gets no more credit."""
+        self._held = True
+        if self._stream is not None:
+            self._stream.hold()
 
-    methods = {method.value: answer(method) for method in Method}
-    server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, methods),))
-    server.offer(SERVICE)
+    def resume(self) -> None:
+        """The caller can take more again."""
+        self._held = False
+        if self._stream is not None:
+            self._stream.resume()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended."""
+        return self._done
+
+    # --- What the pool tells -------------------------------------------------------------------
+
+    def on_connection(self, connection: Connection) -> None:
+        """See `client.Opening`."""
+        self._waits_at = None
+        route = self._route
+        assert route is not None, "a call goes where its route says"
+        block = request_block(
+            self.head.method.path, _authority(route.target), scheme=self._relay.pool.scheme
+        )
+        if route.deadline is not None:
+            block += timeout_field(route.deadline - time.monotonic())
+        if self.encodings is not None:
+            encoding, accepted = self.encodings
+            if self.compressed is not None and route.message is None:
+                block += metadata_block((("grpc-encoding", encoding),))
+            if accepted:
+                block += metadata_block((("grpc-accept-encoding", accepted),))
+        block += metadata_block(route.metadata)
+        stream = connection.open(self)
+        self._stream = stream
+        self._status = 0
+        self._attempt_began = False
+        if self._held:
+            stream.hold()
+        stream.send_headers(block)
+        if route.message is not None:
+            stream.send_whole(frame(route.message))
+        elif self.compressed is not None:
+            stream.send_whole(frame(self.compressed, compressed=True))
+        else:
+            stream.send_whole(frame(self._message))
+
+    def on_unreachable(self, error: ForebayError) -> None:
+        """See `client.Opening`."""
+        self._waits_at = None
+        if not self._done:
+            self._fail_attempt(error)
+
+    # --- What the attempt's stream tells ---------------------------------------------------------
+
+    def on_headers(self, headers: Headers, ended: bool) -> None:
+        """See `core.connection.Receiver`."""
+        try:
+            if not self._status:
+                response = check_response(headers)
+                if response.status < 200 and not ended:
+                    return
+                self._status = response.status
+                self.encoding = response.encoding
+                if not response.content_type.startswith("application/grpc"):
+                    self._status = self._status if self._status != 200 else -1
+                if not ended:
+                    return
+            elif ended:
+                check_trailers(headers)
+        except MalformedError:
+            self._drop(ErrorCode.PROTOCOL_ERROR)
+            self._fail_attempt(_broken())
+            return
+        if not ended:
+            self._drop(ErrorCode.PROTOCOL_ERROR)
+            self._fail_attempt(_broken())
+            return
+        self._stream = None
+        self._conclude(parse_trailers(headers))
+
+    def on_data(self, data: bytes, start: int, end: int) -> None:
+        """The first payload of an attempt."""
+        stream = self._stream
+        if self._done or stream is None:
+            return
+        if self._status != 200:
+            # No gRPC server: its body is of no use.
+            if not self._status:
+                self._drop(ErrorCode.PROTOCOL_ERROR)
+                self._fail_attempt(_broken())
+            return
+        now = stream.connection.now
+        self._last_s = now
+        if not self._answered:
+            self._answered = True
+            self.progress.first_message_s = time.monotonic()
+            self._relay.metrics.answers += 1
+            self._caller.begin(self)
+        self._attempt_began = True
+        self._boundary = Boundary()
+        stream.on_data = self._pass_on
+        self._pass_on(data, start, end)
+
+    def on_end(self) -> None:
+        """See `core.connection.Receiver`: an answer without trailers."""
+        self._stream = None
+        if not self._done:
+            code = _BY_HTTP_STATUS.get(self._status, 2)
+            self._conclude(Trailers(code, "", None, ()))
+
+    def on_reset(self, code: ErrorCode) -> None:
+        """See `core.connection.Receiver`."""
+        self._stream = None
+        if self._done:
+            return
+        if code is ErrorCode.REFUSED_STREAM and not self._status and self._resends < _RESENDS_MAX:
+            self._resends += 1
+            self._attempt()
+            return
+        if code is ErrorCode.CANCEL and self._is_expired():
+            self._fail_attempt(_expired())
+        else:
+            self._fail_attempt(
+                ForebayError(Reason.REPLICA_LOST, "The replica's connection was lost.")
+            )
+
+    def on_blocked(self) -> None:
+        """See `core.connection.Receiver`: the request waits for the next hop's window."""
+
+    def on_drained(self) -> None:
+        """See `core.connection.Receiver`."""
+
+    def _pass_on(self, data: bytes, start: int, end: int) -> None:
+        """Payload after the first. This is the token path: it runs once per token."""
+        stream, boundary = self._stream, self._boundary
+        if stream is None or boundary is None:
+            return
+        now = stream.connection.now
+        if now > self._last_s:
+            self._gaps[bisect_left(GAP_BOUNDS_S, now - self._last_s)] += 1
+            self._last_s = now
+        progress = self.progress
+        progress.messages += boundary.advance(data, start, end)
+        progress.message_bytes += end - start
+        self._forward(data, start, end)
+
+    # --- The course of a call ------------------------------------------------------------------
+
+    async def _wait(self, admission: Awaitable[Route]) -> None:
+        try:
+            route = await admission
+        except ForebayError as error:
+            self._admission = None
+            self._refuse(error)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            _log.exception("unexpected error in a policy")
+            self._admission = None
+            self._refuse(_unexpected())
+        else:
+            self._admission = None
+            self._begin(route)
+
+    def _begin(self, route: Route) -> None:
+        self._route = route
+        if route.deadline is not None:
+            loop = self._relay.loop
+            delay_s = max(0.0, route.deadline - time.monotonic())
+            self._deadline = loop.call_later(delay_s, self._expire)
+        self._attempt()
+
+    def _attempt(self) -> None:
+        route = self._route
+        assert route is not None, "a call goes where its route says"
+        pool = self._relay.pool
+        connection = pool.find(route.target)
+        if connection is not None:
+            self.on_connection(connection)
+        else:
+            self._waits_at = route.target
+            pool.wait(route.target, self)
+
+    def _refuse(self, error: ForebayError) -> None:
+        """The policy did not let it in."""
+        if not self._done:
+            self._done = True
+            self._caller.fail(error, self._relay.trailing)
+
+    def _expire(self) -> None:
+        self._deadline = None
+        if self._done or self._admission is not None:
+            return
+        self._drop(ErrorCode.CANCEL)
+        self._fail_attempt(_expired())
+
+    def _conclude(self, trailers: Trailers) -> None:
+        """The attempt has ended by itself."""
+        if self._done:
+            return
+        trailing = self._relay.trailing + tuple(
+            (key, value) for key, value in trailers.metadata if key in _PASSED_ON
+        )
+        self.progress.trailing = trailing
+        code = trailers.code
+        if code is None:
+            code = 2 if self._status == 200 else _BY_HTTP_STATUS.get(self._status, 2)
+        is_whole = self._boundary is None or self._boundary.at_boundary
+        if code == 0 and is_whole:
+            self._done = True
+            self._stop()
+            usage = next((value for key, value in trailing if key == md.USAGE), None)
+            self.progress.usage = md.Usage.decode(usage) if usage is not None else None
+            if not self._answered:
+                self._answered = True
+                self._caller.begin(self)
+            self._caller.finish(trailing)
+            self._end(Outcome.SUCCEEDED, None)
+            return
+        if code == 0:
+            self._fail_attempt(_broken())
+            return
+        error = from_status(code, trailers.details)
+        if error.reason is Reason.CANCELLED:
+            # A hop that cancels because its own clock ran out means the deadline. We did not
+            # cancel it, so otherwise the replica did: it is going away.
+            lost = ForebayError(Reason.REPLICA_LOST, "The replica ended the call.")
+            error = _expired() if self._is_expired() else lost
+        self._fail_attempt(error)
+
+    def _fail_attempt(self, error: ForebayError) -> None:
+        self._error = error
+        self._admission = self._relay.loop.create_task(self._decide(error))
+
+    async def _decide(self, error: ForebayError) -> None:
+        """Ask the policy what follows a failed attempt."""
+        route = self._route
+        assert route is not None, "only an attempt can fail"
+        try:
+            decision = await self._relay.policy.on_failure(self.head, route, error, self.progress)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            _log.exception("unexpected error in a policy")
+            decision = Fail(_unexpected())
+        self._admission = None
+        if self._done:
+            return
+        if isinstance(decision, Fail) or self._answered:
+            self._done = True
+            self._stop()
+            final = decision.error if isinstance(decision, Fail) else error
+            self._caller.fail(final, self.progress.trailing or self._relay.trailing)
+            self._end(Outcome.FAILED, final)
+            return
+        self._route = decision.route
+        self._boundary = None
+        self._resends = 0
+        if self._deadline is None and self._is_expired():
+            self._fail_attempt(_expired())
+        else:
+            self._attempt()
+
+    def _end(self, outcome: Outcome, error: ForebayError | None) -> None:
+        assert self._route is not None, "only an admitted call ends"
+        metrics, progress = self._relay.metrics, self.progress
+        metrics.messages += progress.messages
+        metrics.message_bytes += progress.message_bytes
+        try:
+            self._relay.policy.on_end(self.head, self._route, outcome, error, progress)
+        except Exception:
+            _log.exception("unexpected error in a policy")
+
+    def _stop(self) -> None:
+        """Let go of whatever the call waits for."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        if self._admission is not None:
+            self._admission.cancel()
+            self._admission = None
+        self._drop(ErrorCode.CANCEL)
+
+    def _drop(self, code: ErrorCode) -> None:
+        if self._waits_at is not None:
+            self._relay.pool.withdraw(self._waits_at, self)
+            self._waits_at = None
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.reset(code)
+
+    def _is_expired(self) -> bool:
+        route = self._route
+        deadline = route.deadline if route is not None else self.head.deadline
+        return deadline is not None and time.monotonic() >= deadline
 
 
-def _trailing(head: Head, progress: Progress) -> md.Metadata:
-    return (
-        (md.REQUEST_ID, head.request_id),
-        *((key, value) for key, value in progress.trailing if key != md.REQUEST_ID),
-    )
+class _Reader:
+    """A caller that keeps messages until they are asked for."""
+
+    def __init__(self, message_bytes: int) -> None:
+        self._messages: deque[bytes] = deque()
+        self._reader = MessageReader(message_bytes)
+        self._ended = False
+        self._error: ForebayError | None = None
+        self._news = asyncio.Event()
+        self._call: Call | None = None
+
+    async def next(self, call: Call) -> bytes | None:
+        """The next message; None after the last."""
+        while not self._messages:
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                return None
+            call.resume()
+            self._news.clear()
+            await self._news.wait()
+        return self._messages.popleft()
+
+    def begin(self, call: Call) -> None:
+        """See `Caller`."""
+        self._call = call
+
+    def forward(self, data: bytes, start: int, end: int) -> None:
+        """See `Caller`."""
+        try:
+            messages = self._reader.feed(data, start, end)
+        except MessageError:
+            self._error = _broken()
+            if self._call is not None:
+                self._call.cancel()
+        else:
+            self._messages.extend(message for _, message in messages)
+            if self._call is not None:
+                self._call.hold()
+        self._news.set()
+
+    def finish(self, trailing: md.Metadata) -> None:
+        """See `Caller`."""
+        self._ended = True
+        self._news.set()
+
+    def fail(self, error: ForebayError, trailing: md.Metadata) -> None:
+        """See `Caller`."""
+        self._error = error
+        self._news.set()
+
+
+def _authority(target: str) -> str:
+    return "localhost" if target.startswith("unix:") else target
+
+
+def _expired() -> ForebayError:
+    return ForebayError(Reason.DEADLINE_EXCEEDED, "The deadline passed.")
+
+
+def _broken() -> ForebayError:
+    return ForebayError(Reason.INTERNAL, "The replica failed.")
+
+
+def _unexpected() -> ForebayError:
+    return ForebayError(Reason.INTERNAL, "An unexpected error happened here.")
