@@ -1,8 +1,8 @@
 """Run one benchmark: `python -m bench NAME`.
 
-Each benchmark is a module or package `bench.NAME` with `def main(report: Report) -> None`. The report prints
-the environment and a table, and writes `bench/results/NAME.json`. The exit status is 1 when a goal
-was missed.
+Each benchmark is a module or package `bench.NAME` with `def main(report: Report) -> None`. The
+report prints the environment and a table, and writes `bench/results/NAME.json`. The exit status is
+1 when a goal was missed.
 """
 
 from __future__ import annotations
