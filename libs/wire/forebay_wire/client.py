@@ -69,6 +69,11 @@ class ClientPool:
         """Open streams."""
         return sum(len(wire.connection.streams) for wire in self._wires.all)
 
+    @property
+    def resets(self) -> int:
+        """Streams that peers have reset."""
+        return self._wires.resets
+
     def find(self, target: str) -> Connection | None:
         """A connection with room for a stream; None when `wait` must be asked for one."""
         peer = self._peers.get(target)

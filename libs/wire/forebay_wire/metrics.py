@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from forebay_wire.core.connection import Budget
+
 GAP_BOUNDS_S = (
     0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.12, 0.2, 0.4, 1.0, 3.0, 10.0,
 )  # fmt: skip
 """Upper bounds of the histogram of gaps between the parts of an answer, in seconds."""
+
+
+class Side(Protocol):
+    """A server or a client pool, as far as metrics go."""
+
+    @property
+    def connections(self) -> int:
+        """Open connections."""
+
+    @property
+    def streams(self) -> int:
+        """Open streams."""
+
+    @property
+    def resets(self) -> int:
+        """Streams that peers have reset."""
+
+
+@runtime_checkable
+class Buffers(Protocol):
+    """A server's buffers."""
+
+    held: Budget
+    requested: Budget
+    slow_readers_cut: int
 
 
 class WireMetrics(Collector):
@@ -28,17 +56,21 @@ class WireMetrics(Collector):
         """Messages that were passed on, counted when their call ends."""
         self.message_bytes = 0
         """Their bytes, with their length prefixes."""
-        self.gauges: dict[str, tuple[str, Callable[[], float]]] = {}
-        """Name without prefix → description and how to read it."""
-        self.counters: dict[str, tuple[str, Callable[[], float]]] = {}
+        self._sides: dict[str, Side] = {}
 
     def register(self, registry: CollectorRegistry) -> None:
         """Show these in a registry."""
         registry.register(self)
 
+    def watch(self, *, server: Side | None = None, pool: Side | None = None) -> None:
+        """Show the gauges of a server and a pool."""
+        for name, side in (("server", server), ("client", pool)):
+            if side is not None:
+                self._sides[name] = side
+
     def describe(self) -> Iterator[HistogramMetricFamily]:
-        """Names alone; `prometheus_client` asks when a collector is registered."""
-        yield HistogramMetricFamily("forebay_wire_message_gap_seconds", _GAP_TEXT)
+        """No names, so that a process may hold several relays one after the other."""
+        return iter(())
 
     def collect(
         self,
@@ -72,10 +104,40 @@ class WireMetrics(Collector):
             "Bytes of messages passed on, of calls that ended.",
             value=self.message_bytes,
         )
-        for name, (text, read) in self.counters.items():
-            yield CounterMetricFamily(f"forebay_wire_{name}", text, value=read())
-        for name, (text, read) in self.gauges.items():
-            yield GaugeMetricFamily(f"forebay_wire_{name}", text, value=read())
+        yield from self._gauges()
+
+    def _gauges(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        connections = GaugeMetricFamily(
+            "forebay_wire_connections", "Open HTTP/2 connections, by our side.", labels=("side",)
+        )
+        streams = GaugeMetricFamily(
+            "forebay_wire_streams", "Open streams, by our side.", labels=("side",)
+        )
+        resets = CounterMetricFamily(
+            "forebay_wire_resets", "Streams that peers have reset, by our side.", labels=("side",)
+        )
+        for name, side in self._sides.items():
+            connections.add_metric((name,), side.connections)
+            streams.add_metric((name,), side.streams)
+            resets.add_metric((name,), side.resets)
+        yield from (connections, streams, resets)
+        server = self._sides.get("server")
+        if isinstance(server, Buffers):
+            yield GaugeMetricFamily(
+                "forebay_wire_held_bytes",
+                "Bytes of answers that wait for slow readers.",
+                value=server.held.used_bytes,
+            )
+            yield GaugeMetricFamily(
+                "forebay_wire_request_bytes",
+                "Bytes of requests that are in flight.",
+                value=server.requested.used_bytes,
+            )
+            yield CounterMetricFamily(
+                "forebay_wire_slow_readers_cut",
+                "Answers that were cut because nobody read them.",
+                value=server.slow_readers_cut,
+            )
 
 
 _GAP_TEXT = "Between the parts of an answer as they arrive from the next hop."

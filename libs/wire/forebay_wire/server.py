@@ -84,7 +84,7 @@ class Server:
             rng: spreads the ages at which connections are asked to go.
         """
         self.limits = limits or Limits()
-        self.grpc = _Handlers()
+        self._handlers = _Handlers()
         self.draining = False
         self.in_flight = 0
         self.held = Budget(self.limits.held_bytes)
@@ -104,6 +104,11 @@ class Server:
         self._socket: asyncio.Server | None = None
 
     @property
+    def grpc(self) -> Any:
+        """What `add_…_to_server` of a generated servicer takes."""
+        return self._handlers
+
+    @property
     def connections(self) -> int:
         """Open connections."""
         return len(self._wires.all)
@@ -115,8 +120,8 @@ class Server:
 
     @property
     def resets(self) -> int:
-        """Streams that clients of the open connections have reset."""
-        return sum(wire.connection.resets for wire in self._wires.all)
+        """Streams that clients have reset."""
+        return self._wires.resets
 
     def serve(self, relay: Relay) -> None:
         """Answer InferenceService by relaying."""
@@ -258,7 +263,7 @@ class Server:
         if method is not None and self._relay is not None:
             _RelayedCall(self, self._relay, stream, request, method=method, deadline=deadline)
             return
-        handler = self.grpc.find(request.path)
+        handler = self._handlers.find(request.path)
         if handler is None:
             text = "There is no such method here."
             _refuse(stream, ForebayError(Reason.METHOD_NOT_ALLOWED, text))

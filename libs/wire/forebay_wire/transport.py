@@ -61,6 +61,7 @@ class Wires:
         self.loop = asyncio.get_running_loop()
         self.turn = Turn(self.loop)
         self.all: set[Wire] = set()
+        self._past_resets = 0
         self._empty = asyncio.Event()
         self._empty.set()
         self._timer: asyncio.TimerHandle | None = None
@@ -74,9 +75,16 @@ class Wires:
 
     def discard(self, wire: Wire) -> None:
         """A connection is gone."""
-        self.all.discard(wire)
+        if wire in self.all:
+            self.all.remove(wire)
+            self._past_resets += wire.connection.resets
         if not self.all:
             self._empty.set()
+
+    @property
+    def resets(self) -> int:
+        """Streams that peers have reset, ever."""
+        return self._past_resets + sum(wire.connection.resets for wire in self.all)
 
     async def empty(self) -> None:
         """Wait until no connection is left."""

@@ -9,16 +9,20 @@ import random
 import time
 from collections.abc import Callable
 
+import prometheus_client
 from forebay.batcher.v1 import batcher_service_pb2_grpc as rpc
 from forebay_common import config as configs
 from forebay_common import metadata as md
 from forebay_common import server as servers
 from forebay_common import telemetry
-from forebay_common.channel import ChannelPool
 from forebay_common.discovery import Instance, Keys
 from forebay_common.store import Store
+from forebay_wire.client import ClientPool
+from forebay_wire.core.limits import Limits
+from forebay_wire.metrics import WireMetrics
 from forebay_wire.policy import SERVICE as INFERENCE
-from forebay_wire.relay import Relay, serve_relay
+from forebay_wire.relay import Relay
+from forebay_wire.server import Server
 
 from forebay_batcher.announce_loop import AnnounceLoop
 from forebay_batcher.config import PREFIX, Config
@@ -57,20 +61,28 @@ async def serve(
     )
     limits = config.limits()
     queue = QueueLoop(Queue(limits), on_change=replica.touch)
-    channels = ChannelPool(max_message_bytes=config.message_bytes_max)
+    wire_limits = Limits(
+        message_bytes=config.message_bytes_max,
+        streams=config.streams_per_connection_max,
+        connection_age_s=0,
+    )
+    pool = ClientPool(wire_limits)
     engine = EngineLoop(
         config.engine_address,
         replica=replica,
         queue=queue,
-        channels=channels,
+        pool=pool,
         load_interval_ms=config.engine_load_interval_ms,
         retry_s_max=config.engine_retry_s_max,
         rng=random.Random(),  # noqa: S311  # spreads retries, keeps no secret
     )
     drain = Drain(replica, queue, linger_s=config.drain_linger_s)
-    server = servers.Server(max_message_bytes=config.message_bytes_max)
+    server = Server(wire_limits)
     policy = BatcherPolicy(replica=replica, queue=queue, engine=engine, run_s_max=config.run_s_max)
-    serve_relay(server, Relay(policy, channels, trailing=((md.REPLICA, replica_id),)))
+    wire_metrics = WireMetrics()
+    server.serve(Relay(policy, pool, trailing=((md.REPLICA, replica_id),), metrics=wire_metrics))
+    wire_metrics.watch(server=server, pool=pool)
+    wire_metrics.register(prometheus_client.REGISTRY)
     rpc.add_BatcherServiceServicer_to_server(
         BatcherService(
             replica=replica,
@@ -117,12 +129,13 @@ async def serve(
             for task in loops:
                 task.cancel()
     finally:
-        await server.grpc.stop(0)
-        await channels.close()
+        prometheus_client.REGISTRY.unregister(wire_metrics)
+        await server.stop()
+        await pool.close()
         await store.close()
 
 
-async def _report_ready(server: servers.Server, replica: Replica) -> None:
+async def _report_ready(server: Server, replica: Replica) -> None:
     watch = Watch(replica, interval_s=1.0)
     while True:
         await watch.next()

@@ -78,6 +78,9 @@ class Config:
         minimum=1024,
         maximum=1 << 30,
     )
+    streams_per_connection_max: int = option(
+        4096, "Most calls at once on one connection of a router.", minimum=1, maximum=1 << 20
+    )
     announce_interval_s: float = option(
         1.0, "Least time between two announcements of load alone, in seconds.", minimum=0.05
     )

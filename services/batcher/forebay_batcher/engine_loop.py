@@ -13,7 +13,7 @@ import random
 
 import grpc
 from forebay_common.backoff import Backoff
-from forebay_common.channel import ChannelPool
+from forebay_wire.client import ClientPool
 
 from forebay_batcher import metrics
 from forebay_batcher.adapters.engine import is_serving, watch_engine
@@ -40,7 +40,7 @@ class EngineLoop:
         *,
         replica: Replica,
         queue: QueueLoop,
-        channels: ChannelPool,
+        pool: ClientPool,
         load_interval_ms: int,
         retry_s_max: float,
         rng: random.Random,
@@ -48,7 +48,7 @@ class EngineLoop:
         self._address = address
         self._replica = replica
         self._queue = queue
-        self._channels = channels
+        self._pool = pool
         self._load_interval_ms = load_interval_ms
         self._backoff = Backoff(base_s=_RETRY_S_MIN, cap_s=retry_s_max, rng=rng)
         self._targets: dict[str, int] = {}
@@ -108,5 +108,5 @@ class EngineLoop:
         if targets == self._targets:
             return
         old = self._targets
-        self._channels.retain([t for t in targets if old.get(t, targets[t]) == targets[t]])
+        self._pool.retain([t for t in targets if old.get(t, targets[t]) == targets[t]])
         self._targets = targets

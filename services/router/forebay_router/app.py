@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import ssl
 import time
 from collections.abc import Callable
 
@@ -13,15 +14,19 @@ from forebay_common.channel import ENVELOPE_BYTES, ChannelPool
 from forebay_common.config import CommonConfig
 from forebay_common.discovery import Instance, Keys
 from forebay_common.lease import Lease
-from forebay_common.server import Server
 from forebay_common.store import Store
-from forebay_common.telemetry import version_of
+from forebay_common.telemetry import serve_metrics, version_of
+from forebay_wire.client import ClientPool
+from forebay_wire.core.http1 import HttpLimits
+from forebay_wire.core.limits import Limits
+from forebay_wire.metrics import WireMetrics
 from forebay_wire.policy import SERVICE as INFERENCE
-from forebay_wire.relay import Relay, serve_relay
+from forebay_wire.relay import Relay
+from forebay_wire.server import Server
+from forebay_wire.tls import H2, HTTP1, server_context
 from prometheus_client import CollectorRegistry
 
 from forebay_router.adapters.catalogue import CatalogueView
-from forebay_router.adapters.http import Limits
 from forebay_router.adapters.openai import OpenAIFront
 from forebay_router.adapters.replicas import Fleet
 from forebay_router.config import Config
@@ -53,14 +58,16 @@ async def serve(
     """
     keys = Keys(common.namespace)
     rng = random.Random()  # noqa: S311  # spreads load, guards nothing
-    message_bytes = config.max_body_bytes + ENVELOPE_BYTES
-    channels = ChannelPool(max_message_bytes=message_bytes)
+    limits = _limits(config)
+    channels = ChannelPool(max_message_bytes=limits.message_bytes)
+    pool = ClientPool(limits)
     store = Store.open(common.etcd_endpoints)
     catalogue = CatalogueView(store, keys)
     fleet = Fleet(
         store,
         keys,
         channels,
+        pool,
         load_interval_ms=config.load_interval_ms,
         backoff_max_s=config.watch_backoff_max_s,
         unlisted_grace_s=config.unlisted_grace_s,
@@ -75,24 +82,34 @@ async def serve(
         excluded=lambda: len(fleet.replicas()) - count_placeable(fleet),
     )
     recent = Recent(limit=config.explain_requests)
-    relay = Relay(RouterPolicy(catalogue, fleet, metrics, recent, config, rng=rng), channels)
-    server = Server(max_message_bytes=message_bytes)
-    serve_relay(server, relay)
+    wire_metrics = WireMetrics()
+    policy = RouterPolicy(catalogue, fleet, metrics, recent, config, rng=rng)
+    relay = Relay(policy, pool, metrics=wire_metrics)
+    server = Server(limits, tls=_tls(config, H2), rng=rng)
+    server.serve(relay)
+    wire_metrics.watch(server=server, pool=pool)
+    wire_metrics.register(registry)
     router_rpc.add_RouterServiceServicer_to_server(
         RouterService(catalogue, fleet, recent), server.grpc
     )
     server.offer(ROUTER)
     front = OpenAIFront(
-        relay, catalogue, registry, _limits(config), lambda: why_not_ready(catalogue, fleet)
+        relay, catalogue, registry, _http_limits(config), lambda: why_not_ready(catalogue, fleet)
     )
     try:
         async with asyncio.TaskGroup() as tasks:
             readiness = tasks.create_task(_report_readiness(server, catalogue, fleet))
             following = [tasks.create_task(catalogue.run()), tasks.create_task(fleet.run())]
-            addresses = {"grpc": _advertised(await server.listen(config.grpc_listen), config)}
+            shared = config.share_ports
+            bound = await server.listen(config.grpc_listen, reuse_port=shared)
+            addresses = {"grpc": _advertised(bound, config)}
             if config.http_listen:
-                bound = await front.server.listen(config.http_listen)
+                bound = await front.server.listen(
+                    config.http_listen, tls=_tls(config, HTTP1), reuse_port=shared
+                )
                 addresses["http"] = addresses["metrics"] = _advertised(bound, config)
+            if (metrics_bound := serve_metrics(config.metrics_listen)) is not None:
+                addresses["metrics"] = _advertised(metrics_bound, config)
             server.set_ready(ROUTER, True)
             _log.info("serving on %s", ", ".join(f"{k} {v}" for k, v in addresses.items()))
             instance = Instance(
@@ -110,6 +127,8 @@ async def serve(
             for task in following:
                 task.cancel()
     finally:
+        await server.stop()
+        await pool.close()
         await channels.close()
         await store.close()
 
@@ -130,12 +149,40 @@ async def _report_readiness(server: Server, catalogue: CatalogueView, fleet: Fle
 
 def _limits(config: Config) -> Limits:
     return Limits(
+        message_bytes=config.max_body_bytes + ENVELOPE_BYTES,
+        header_bytes=config.max_header_bytes,
+        streams=config.max_streams_per_connection,
+        stream_window_bytes=config.stream_buffer_bytes,
+        held_bytes=config.max_held_bytes,
+        request_bytes=config.max_request_bytes,
+        slow_reader_s=config.slow_reader_s,
+        connection_age_s=config.max_connection_age_s,
+        connection_age_grace_s=config.max_timeout_s,
+        connections_per_peer=config.connections_per_replica,
+    )
+
+
+def _tls(config: Config, protocol: str) -> ssl.SSLContext | None:
+    if not config.tls_certificate_file:
+        return None
+    return server_context(
+        certificate=config.tls_certificate_file,
+        key=config.tls_key_file or config.tls_certificate_file,
+        client_ca=config.tls_client_ca_file or None,
+        alpn=(protocol,),
+    )
+
+
+def _http_limits(config: Config) -> HttpLimits:
+    return HttpLimits(
         body_bytes=config.max_body_bytes,
         header_bytes=config.max_header_bytes,
         headers=config.max_headers,
+        answer_bytes=config.max_answer_bytes,
         body_read_s=config.body_read_timeout_s,
         slow_reader_s=config.slow_reader_s,
         idle_s=config.idle_connection_s,
+        connections=config.max_http_connections,
     )
 
 

@@ -43,13 +43,30 @@ class Config:
         16 << 20, "Largest body or message of a request, in bytes.", minimum=1024, maximum=1 << 30
     )
     max_header_bytes: int = option(
-        16384, "Largest HTTP header field or request line, in bytes.", minimum=1024, maximum=1 << 20
+        32768,
+        "Largest request line and header section of an HTTP request together, in bytes.",
+        minimum=1024,
+        maximum=1 << 20,
     )
     max_headers: int = option(
         100, "Most header fields of an HTTP request.", minimum=16, maximum=1000
     )
+    max_http_connections: int = option(
+        16384,
+        "Most HTTP connections at once; more are answered 503 and closed. Keep it below the open "
+        "files that the process may have.",
+        minimum=1,
+    )
+    max_answer_bytes: int = option(
+        256 << 20,
+        "Largest HTTP answer that is not streamed, in bytes; it is kept until it is whole.",
+        minimum=1 << 20,
+        maximum=1 << 30,
+    )
     body_read_timeout_s: float = option(
-        30.0, "Longest time an HTTP body may take to arrive, in seconds.", minimum=0.1
+        30.0,
+        "Longest time an HTTP head may take to arrive, and then its body, in seconds.",
+        minimum=0.1,
     )
     slow_reader_s: float = option(
         30.0,
@@ -61,6 +78,57 @@ class Config:
         "How long an idle HTTP connection is kept, in seconds; keep it above that of the load "
         "balancer in front.",
         minimum=1,
+    )
+    max_streams_per_connection: int = option(
+        1024, "Most gRPC calls at once on one connection.", minimum=1, maximum=1 << 20
+    )
+    stream_buffer_bytes: int = option(
+        65536,
+        "Most bytes of one answer that wait here for a caller who reads slowly; then its runner "
+        "waits.",
+        minimum=16384,
+        maximum=1 << 24,
+    )
+    max_held_bytes: int = option(
+        64 << 20,
+        "Most bytes of all gRPC answers that wait for slow callers; whoever exceeds it is cut.",
+        minimum=1 << 20,
+    )
+    max_request_bytes: int = option(
+        512 << 20,
+        "Most bytes of all gRPC requests that are in flight; more are refused with QUEUE_FULL.",
+        minimum=1 << 20,
+    )
+    max_connection_age_s: float = option(
+        1800.0,
+        "Age at which a gRPC connection is asked to be made anew, in seconds, ± 10 %, so that load "
+        "spreads to new routers; 0 is never.",
+        minimum=0,
+    )
+    connections_per_replica: int = option(
+        2, "Most connections to one replica.", minimum=1, maximum=64
+    )
+    processes: int = option(
+        1,
+        "Router processes that share the ports; each is an instance of its own, with its own view "
+        "and metrics. Raise it when one core is not enough.",
+        minimum=1,
+        maximum=256,
+    )
+    share_ports: bool = option(
+        False, "Let other processes listen on the same ports; set by `processes`."
+    )
+    metrics_listen: str = option(
+        "",
+        "Where metrics are served apart from the HTTP port, `host:port`; with several processes "
+        "each takes a free port there.",
+    )
+    tls_certificate_file: str = option(
+        "", "PEM file with the certificate chain; both ports then speak TLS alone."
+    )
+    tls_key_file: str = option("", "PEM file with its key; the certificate's file when empty.")
+    tls_client_ca_file: str = option(
+        "", "PEM file with authorities; callers must then show a certificate of theirs."
     )
     load_interval_ms: int = option(
         100, "Least time between two load reports of a replica, in milliseconds.", minimum=10

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from forebay.engine.v1 import engine_service_pb2 as pb
 from forebay.engine.v1 import engine_service_pb2_grpc as rpc
 from forebay_common.channel import connect
+from forebay_wire.core.frames import PREFACE, settings_frame
 
 from forebay_batcher.core.models import Model, ModelState
 
@@ -52,7 +53,7 @@ def _model(status: pb.ModelStatus) -> Model:
 
 
 async def is_serving(socket_path: str, *, timeout_s: float = 0.2) -> bool:
-    """Whether a gRPC server answers on a Unix socket: it speaks first, with its settings.
+    """Whether a gRPC server answers our greeting on a Unix socket.
 
     To connect is not enough, because a dying process may close its connections before the socket
     that it listens on. A slow answer counts as yes: a busy runner is not a dead one.
@@ -61,6 +62,7 @@ async def is_serving(socket_path: str, *, timeout_s: float = 0.2) -> bool:
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_unix_connection(socket_path)
+            writer.write(PREFACE + settings_frame(()))
             return bool(await reader.read(1))
     except TimeoutError:
         return True

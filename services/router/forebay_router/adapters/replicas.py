@@ -22,6 +22,7 @@ from forebay_common.backoff import Backoff
 from forebay_common.channel import ChannelPool
 from forebay_common.discovery import Keys, View, from_json
 from forebay_common.store import Store
+from forebay_wire.client import ClientPool
 
 from forebay_router.core.marks import Marks
 from forebay_router.core.place import Ledger, ModelLoad, Replica
@@ -51,6 +52,7 @@ class Fleet:
         store: Store,
         keys: Keys,
         channels: ChannelPool,
+        pool: ClientPool,
         *,
         load_interval_ms: int,
         backoff_max_s: float,
@@ -58,9 +60,11 @@ class Fleet:
         call_grace_s: float,
         rng: random.Random,
     ) -> None:
-        """`call_grace_s` is how long calls in flight to a replica that left may go on."""
+        """`channels` carry watches, `pool` the requests. `call_grace_s` is how long calls in
+        flight to a replica that left may go on."""
         self._view = View(store, keys.replicas, _decode)
         self._channels = channels
+        self._pool = pool
         self._load_interval_ms = load_interval_ms
         self._backoff_max_s = backoff_max_s
         self._unlisted_grace_s = unlisted_grace_s
@@ -152,10 +156,9 @@ class Fleet:
                 known.unlisted = None
             if not known.reports:
                 self._take(known, contract)
-        self._channels.retain(
-            {member.replica.address for member in self._members.values()},
-            grace_s=self._call_grace_s,
-        )
+        addresses = {member.replica.address for member in self._members.values()}
+        self._channels.retain(addresses, grace_s=self._call_grace_s)
+        self._pool.retain(addresses, grace_s=self._call_grace_s)
 
     def _add(self, contract: batcher.Replica) -> None:
         member = _Member(contract.replica_id, contract, _translate(contract))
