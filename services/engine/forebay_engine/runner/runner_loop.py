@@ -11,8 +11,11 @@ from forebay.engine.v1 import engine_service_pb2 as engine_pb
 from forebay.inference.v1 import inference_service_pb2 as pb
 from forebay.inference.v1 import inference_service_pb2_grpc as pb_grpc
 from forebay_common import config as common_config
-from forebay_common import server, telemetry
+from forebay_common import telemetry
 from forebay_common.errors import ForebayError, Reason
+from forebay_common.server import run as run_service
+from forebay_wire.core.limits import Limits
+from forebay_wire.server import Server
 from google.protobuf import json_format
 
 from forebay_engine import config
@@ -30,13 +33,14 @@ from forebay_engine.runner.simulated import SimulatedBackend
 _log = logging.getLogger(__name__)
 _SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _HEARTBEAT_S = 1.0
+_STREAMS_TO_REFUSE = 64
 _REASON_CHARACTERS_MAX = 300
 _PATH = re.compile(r"(?:/[\w.@+-]+){2,}")
 
 
 def run(host: HostLink, start: link.Start) -> None:
     """Run until the host says stop, a signal comes, or the engine fails; does not return."""
-    server.run(lambda stopping: _Runner(host, start).run(stopping))
+    run_service(lambda stopping: _Runner(host, start).run(stopping))
 
 
 class _Runner:
@@ -73,7 +77,7 @@ class _Runner:
 
     async def _load_and_serve(self, stopping: asyncio.Event) -> None:
         backend = _make_backend(self._spec, self._config)
-        grpc_server = server.Server()
+        server = Server(_limits(self._config.requests_max))
         servicer = InferenceServicer(
             backend,
             Ticker(
@@ -85,9 +89,9 @@ class _Runner:
             model_version=self._spec.model_version,
             calls_max=self._config.requests_max,
         )
-        pb_grpc.add_InferenceServiceServicer_to_server(servicer, grpc_server.grpc)
-        grpc_server.offer(_SERVICE)
-        await grpc_server.listen(f"unix:{self._socket_path}")
+        pb_grpc.add_InferenceServiceServicer_to_server(servicer, server.grpc)
+        server.offer(_SERVICE)
+        await server.listen(f"unix:{self._socket_path}")
         tasks: list[asyncio.Task[object]] = []
         grace_s = 0.0
         try:
@@ -95,7 +99,7 @@ class _Runner:
             self._loaded = loaded
             servicer.set_fingerprint(loaded.system_fingerprint)
             await self._say_ready(backend, loaded)
-            obedience = asyncio.create_task(self._obey(backend, servicer, grpc_server, loaded))
+            obedience = asyncio.create_task(self._obey(backend, servicer, server, loaded))
             failure = asyncio.create_task(backend.failed())
             tasks = [
                 obedience,
@@ -112,7 +116,7 @@ class _Runner:
         finally:
             for task in tasks:
                 task.cancel()
-            await grpc_server.drain(grace_s)
+            await server.drain(grace_s)
             await backend.close()
 
     def _report(self, phase: Phase) -> None:
@@ -137,7 +141,7 @@ class _Runner:
         self,
         backend: Backend,
         servicer: InferenceServicer,
-        grpc_server: server.Server,
+        server: Server,
         loaded: Loaded,
     ) -> None:
         """Carry out the host's commands, one after the other, until it says stop."""
@@ -145,7 +149,7 @@ class _Runner:
 
         def open_to(gate: Gate) -> None:
             servicer.set_gate(gate)
-            grpc_server.set_ready(_SERVICE, gate is Gate.OPEN)
+            server.set_ready(_SERVICE, gate is Gate.OPEN)
 
         async def sleep() -> None:
             await backend.sleep()
@@ -201,6 +205,12 @@ def _exit(code: int) -> NoReturn:
     """End the process at once: the interpreter's own end waits for the engine's threads."""
     telemetry.shutdown()
     os._exit(code)
+
+
+def _limits(requests_max: int) -> Limits:
+    # All requests may come over one connection, and the one too many is refused with QUEUE_FULL
+    # instead of waiting at its client. On a Unix socket there is nothing to spread anew by age.
+    return Limits(streams=requests_max + _STREAMS_TO_REFUSE, connection_age_s=0)
 
 
 def _make_backend(spec: engine_pb.ModelSpec, options: config.Config) -> Backend:

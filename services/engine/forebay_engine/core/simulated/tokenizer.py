@@ -42,25 +42,17 @@ SECOND_PARTS: dict[int, int] = dict(_SPLIT.values())
 """The token that completes a character, by the token that begins it."""
 
 VOCABULARY_SIZE = _FIRST_PART + len(_PARTS)
-_REMEMBERED_TOKENS = 1 << 14
+_REMEMBERED = 1 << 14
 
 _PIECES = re.compile(r" ?[a-z]{1,4}|[^a-z]", re.DOTALL)
 
 
 def encode(text: str) -> list[int]:
     """Return the tokens of a text; `decode` gives the same bytes back."""
-    ids: list[int] = []
-    for piece in _PIECES.findall(text):
-        if "a" <= piece[-1] <= "z":
-            ids.append(_letters_id(piece.lstrip(" "), spaced=piece[0] == " "))
-        elif piece in _SPLIT:
-            ids.extend(_SPLIT[piece])
-        else:
-            ids.extend(piece.encode("utf-8", "surrogatepass"))
-    return ids
+    return [token for piece in _PIECES.findall(text) for token in _piece_ids(piece)]
 
 
-@functools.lru_cache(maxsize=_REMEMBERED_TOKENS)
+@functools.lru_cache(maxsize=_REMEMBERED)
 def decode_token(token: int) -> bytes:
     """Return the bytes of one token; the end of a sequence has none."""
     if token < _BYTES:
@@ -96,6 +88,13 @@ def is_beyond_ascii(tokens: Iterable[int]) -> bool:
 def is_vocabulary(tokens: Sequence[int]) -> bool:
     """Say whether every id is one of the vocabulary's."""
     return all(0 <= token < VOCABULARY_SIZE for token in tokens)
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _piece_ids(piece: str) -> tuple[int, ...]:
+    if "a" <= piece[-1] <= "z":
+        return (_letters_id(piece.lstrip(" "), spaced=piece[0] == " "),)
+    return _SPLIT.get(piece) or tuple(piece.encode("utf-8", "surrogatepass"))
 
 
 def _letters_id(letters: str, *, spaced: bool) -> int:
