@@ -14,9 +14,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata as packages
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import prometheus_client
 from opentelemetry import propagate, trace
@@ -28,18 +28,22 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ParentBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util import types
+from prometheus_client.metrics import MetricWrapperBase
 
 from forebay_common.metadata import TRACEPARENT, TRACESTATE, Metadata
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROPAGATOR = TraceContextTextMapPropagator()
-# Version ff is none, and ids of zeros alone are invalid. A later version may define what follows the
-# flags.
+# Version ff is none, and ids of zeros alone are invalid. What follows the flags is for a later
+# version to define.
 _TRACEPARENT = re.compile(
     r"(?!ff)(?P<version>[0-9a-f]{2})-(?!0{32})(?P<trace_id>[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}"
     r"-(?P<flags>[0-9a-f]{2})(?P<more>-[\x20-\x7e]{0,256})?"
 )
 _TRACESTATE_CHARS_MAX = 8192
+_CHILDREN_MAX = 1024
+
+_Metric = TypeVar("_Metric", bound=MetricWrapperBase)
 
 
 def configure(
@@ -212,6 +216,12 @@ def _follows_parent(provider: trace.TracerProvider) -> bool:
 def _tracer_of(provider: trace.TracerProvider) -> trace.Tracer:
     # A provider makes a new tracer each time it is asked.
     return provider.get_tracer("forebay")
+
+
+def children(metric: _Metric) -> Callable[..., _Metric]:
+    """`metric.labels`, remembering what it found: to find a child takes longer than to count with
+    it. Not for a metric whose children are removed."""
+    return functools.lru_cache(maxsize=_CHILDREN_MAX)(metric.labels)
 
 
 def serve_metrics(listen: str) -> str | None:

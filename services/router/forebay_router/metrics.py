@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from forebay_common.telemetry import children
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 30, 60, 120, 300, 600)
@@ -11,49 +12,62 @@ UNKNOWN_MODEL = "unknown"
 
 
 class Metrics:
-    """The router's metrics, on a registry of their own or the process's."""
+    """The router's metrics, on a registry of their own or the process's. Those with labels are
+    called with the labels' values."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        self.requests = Counter(
-            "forebay_router_requests",
-            "Requests that ended, by how.",
-            ("model", "method", "outcome", "reason"),
-            registry=registry,
+        self.requests = children(
+            Counter(
+                "forebay_router_requests",
+                "Requests that ended, by how.",
+                ("model", "method", "outcome", "reason"),
+                registry=registry,
+            )
         )
-        self.attempts = Counter(
-            "forebay_router_attempts",
-            "Attempts that ended, by outcome or reason.",
-            ("outcome",),
-            registry=registry,
+        self.attempts = children(
+            Counter(
+                "forebay_router_attempts",
+                "Attempts that ended, by outcome or reason.",
+                ("outcome",),
+                registry=registry,
+            )
         )
-        self.retries = Counter(
-            "forebay_router_retries",
-            "Attempts that were followed by another, by the reason of their failure.",
-            ("reason",),
-            registry=registry,
+        self.retries = children(
+            Counter(
+                "forebay_router_retries",
+                "Attempts that were followed by another, by the reason of their failure.",
+                ("reason",),
+                registry=registry,
+            )
         )
-        self.first_message_seconds = Histogram(
-            "forebay_router_first_message_seconds",
-            "From a request's arrival to the first message of its answer.",
-            ("model", "method"),
-            buckets=_SECONDS,
-            registry=registry,
+        self.first_message_seconds = children(
+            Histogram(
+                "forebay_router_first_message_seconds",
+                "From a request's arrival to the first message of its answer.",
+                ("model", "method"),
+                buckets=_SECONDS,
+                registry=registry,
+            )
         )
-        self.request_seconds = Histogram(
-            "forebay_router_request_seconds",
-            "From a request's arrival to the end of its answer.",
-            ("model", "method"),
-            buckets=_SECONDS,
-            registry=registry,
+        self.request_seconds = children(
+            Histogram(
+                "forebay_router_request_seconds",
+                "From a request's arrival to the end of its answer.",
+                ("model", "method"),
+                buckets=_SECONDS,
+                registry=registry,
+            )
         )
-        self.tokens = Counter(
-            "forebay_router_tokens",
-            "Tokens of answered requests, by kind: prompt, cached, completion.",
-            ("model", "kind"),
-            registry=registry,
+        self.tokens = children(
+            Counter(
+                "forebay_router_tokens",
+                "Tokens of answered requests, by kind: prompt, cached, completion.",
+                ("model", "kind"),
+                registry=registry,
+            )
         )
-        self.in_flight = Gauge(
+        self._in_flight = Gauge(
             "forebay_router_in_flight", "Requests that are not ended.", registry=registry
         )
         self._replicas = Gauge(
@@ -68,6 +82,10 @@ class Metrics:
             ("view",),
             registry=registry,
         )
+
+    def watch_requests(self, in_flight: Callable[[], int]) -> None:
+        """Read this figure whenever the metrics are."""
+        self._in_flight.set_function(in_flight)
 
     def watch_views(
         self,

@@ -11,13 +11,14 @@ import dataclasses
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from forebay.inference.v1 import inference_service_pb2 as inference
 from forebay_common import metadata as md
 from forebay_common.errors import ForebayError, Reason
-from forebay_common.telemetry import context_of, inject, trace_id_of, tracer
+from forebay_common.telemetry import passed_on, start_child, start_span, trace_id_of
 from forebay_wire.policy import Decision, Fail, Head, Method, Outcome, Progress, Retry, Route
+from forebay_wire.waiting import Waiting
 from google.protobuf.message import DecodeError
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
@@ -27,7 +28,7 @@ from forebay_router.core.generate import check_embed, check_generate
 from forebay_router.core.openai import check_openai
 from forebay_router.core.place import Placement, Replica, View, place
 from forebay_router.core.refusal import RefusedError
-from forebay_router.core.resolve import Resolution, resolve
+from forebay_router.core.resolve import resolve
 from forebay_router.core.retry import Failure, Verdict, judge
 from forebay_router.core.wanted import MAX_MODEL_CHARS, Wanted
 from forebay_router.metrics import UNKNOWN_MODEL, Metrics
@@ -38,12 +39,13 @@ _LABEL = re.compile(r"[\x21-\x7e]([\x20-\x7e]{0,254}[\x21-\x7e])?")
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Flight:
-    """One admitted request."""
+    """One request."""
 
     head: Head
-    span: Span
+    span: Span | None
     record: Record
     started_s: float
+    place_span: Span | None = None
     deadline: float = 0.0
     model_version: str = ""
     passed_on: md.Metadata = ()
@@ -73,21 +75,51 @@ class RouterPolicy:
         self._config = config
         self._rng = rng
         self._clock = clock
-        self._in_flight = 0
+        self._in_flight: set[_Flight] = set()
+        metrics.watch_requests(lambda: len(self._in_flight))
 
-    async def admit(self, head: Head, message: bytes) -> Route:
-        """See `forebay_wire.policy.Policy`."""
+    def admit(self, head: Head, message: bytes) -> Route | Awaitable[Route]:
+        """See `forebay_wire.policy.Policy`. A request waits for the first catalogue, or for a
+        replica to appear."""
         flight = self._begin(head)
         try:
-            return await self._let_in(flight, message)
-        except BaseException as failure:
-            cancelled = isinstance(failure, asyncio.CancelledError)
-            error = None if cancelled else _as_error(failure)
-            outcome = Outcome.CANCELLED if cancelled else Outcome.FAILED
-            self._end(flight, outcome, error, Progress())
-            if isinstance(failure, RefusedError) and error is not None:
-                raise error from None
+            self._check_room()
+            flight.deadline = self._deadline_of(head, flight.started_s)
+            wanted = _check(head, message)
+            flight.record.requested_model = wanted.model
+            flight.passed_on = _passed_on(head, wanted)
+            if flight.span is not None:
+                flight.span.set_attribute("gen_ai.operation.name", wanted.operation)
+            if not self._catalogue.is_listed:
+                return Waiting(lambda: self._admit_later(flight, wanted))
+            self._resolve(flight, wanted)
+            flight.place_span = start_child("place", flight.span)
+            placement = self._place(flight)
+            if placement.chosen is None:
+                return Waiting(lambda: self._admit_later(flight, wanted))
+            self._enter(flight)
+            return self._route(flight, placement.chosen, placement)
+        except Exception as failure:
+            raise self._refuse(flight, failure) from None
+
+    async def _admit_later(self, flight: _Flight, wanted: Wanted) -> Route:
+        try:
+            self._check_room()
+            self._enter(flight)
+            if not flight.model_version:
+                await self._listed(flight)
+                self._resolve(flight, wanted)
+                flight.place_span = start_child("place", flight.span)
+            placement = await self._place_waiting(flight)
+            if placement.chosen is None:
+                self._end_place(flight, placement)
+                raise self._no_replica(flight)
+            return self._route(flight, placement.chosen, placement)
+        except asyncio.CancelledError:
+            self._end(flight, Outcome.CANCELLED, None, Progress())
             raise
+        except Exception as failure:
+            raise self._refuse(flight, failure) from None
 
     async def on_failure(
         self, head: Head, route: Route, error: ForebayError, progress: Progress
@@ -107,10 +139,15 @@ class RouterPolicy:
         verdict = judge(failure, max_attempts=self._config.max_attempts)
         if not verdict.retries:
             return Fail(_for_caller(error))
-        placement = await self._place(flight, waits=verdict is Verdict.RETRY_WAITING)
+        flight.place_span = start_child("place", flight.span)
+        if verdict is Verdict.RETRY_WAITING:
+            placement = await self._place_waiting(flight)
+        else:
+            placement = self._place(flight)
         if placement.chosen is None:
+            self._end_place(flight, placement)
             return Fail(_for_caller(error))
-        self._metrics.retries.labels(error.reason.value).inc()
+        self._metrics.retries(error.reason.value).inc()
         return Retry(self._route(flight, placement.chosen, placement))
 
     def on_end(
@@ -126,33 +163,27 @@ class RouterPolicy:
         self._end_attempt(flight, _word(outcome, error), progress)
         self._end(flight, outcome, error, progress)
 
-    async def _let_in(self, flight: _Flight, message: bytes) -> Route:
-        if self._in_flight > self._config.max_in_flight:
-            raise ForebayError(Reason.QUEUE_FULL, "The router is full.", retry_after_s=1)
-        flight.deadline = self._deadline_of(flight.head, flight.started_s)
-        wanted = _check(flight.head, message)
-        flight.record.requested_model = wanted.model
-        flight.span.set_attribute("gen_ai.operation.name", wanted.operation)
-        flight.passed_on = _passed_on(flight.head, wanted)
-        flight.model_version = (await self._resolve(flight, wanted)).model_version
-        flight.record.model_version = flight.model_version
-        placement = await self._place(flight, waits=True)
-        if placement.chosen is None:
-            raise self._no_replica(flight)
-        return self._route(flight, placement.chosen, placement)
-
     def _begin(self, head: Head) -> _Flight:
-        self._in_flight += 1
-        self._metrics.in_flight.inc()
-        span = tracer().start_span(
-            "router",
-            context=head.trace,
-            kind=SpanKind.SERVER,
-            attributes={"forebay.request_id": head.request_id},
-        )
+        attributes = {"forebay.request_id": head.request_id}
+        span = start_span("router", head.metadata, kind=SpanKind.SERVER, attributes=attributes)
         record = Record(head.request_id, trace_id_of(head.metadata, span))
-        self._recent.add(record)
         return _Flight(head, span, record, started_s=self._clock())
+
+    def _enter(self, flight: _Flight) -> None:
+        self._in_flight.add(flight)
+        self._recent.add(flight.record)
+
+    def _refuse(self, flight: _Flight, failure: Exception) -> Exception:
+        """Count a request out that is not let in, and say what to raise."""
+        if flight not in self._in_flight:
+            self._recent.add(flight.record)
+        error = _as_error(failure)
+        self._end(flight, Outcome.FAILED, error, Progress())
+        return error if isinstance(failure, RefusedError) else failure
+
+    def _check_room(self) -> None:
+        if len(self._in_flight) >= self._config.max_in_flight:
+            raise ForebayError(Reason.QUEUE_FULL, "The router is full.", retry_after_s=1)
 
     def _deadline_of(self, head: Head, now: float) -> float:
         asked = now + self._config.default_timeout_s if head.deadline is None else head.deadline
@@ -163,44 +194,49 @@ class RouterPolicy:
     def _wait_until(self, flight: _Flight) -> float:
         return min(flight.deadline, self._clock() + self._config.no_replica_wait_s)
 
-    async def _resolve(self, flight: _Flight, wanted: Wanted) -> Resolution:
-        if not self._catalogue.is_listed:
-            # Nothing may be called unknown before the catalogue was read once.
-            try:
-                async with asyncio.timeout(self._wait_until(flight) - self._clock()):
-                    await self._catalogue.ready()
-            except TimeoutError:
-                raise ForebayError(
-                    Reason.STORE_UNAVAILABLE, "The models are not known yet.", retry_after_s=1
-                ) from None
+    async def _listed(self, flight: _Flight) -> None:
+        """Nothing may be called unknown before the catalogue was read once."""
+        try:
+            async with asyncio.timeout(self._wait_until(flight) - self._clock()):
+                await self._catalogue.ready()
+        except TimeoutError:
+            raise ForebayError(
+                Reason.STORE_UNAVAILABLE, "The models are not known yet.", retry_after_s=1
+            ) from None
+
+    def _resolve(self, flight: _Flight, wanted: Wanted) -> None:
         head = flight.head
         sticky_key = head.metadata.get(md.SESSION) or head.request_id
-        return resolve(self._catalogue.current(), wanted.model, sticky_key=sticky_key)
+        resolution = resolve(self._catalogue.current(), wanted.model, sticky_key=sticky_key)
+        flight.model_version = flight.record.model_version = resolution.model_version
 
-    async def _place(self, flight: _Flight, *, waits: bool) -> Placement:
+    def _place(self, flight: _Flight) -> Placement:
+        view = View(flight.model_version, self._fleet.ledger, self._fleet.down, flight.tried)
+        return place(self._fleet.replicas(), view, draw=self._rng)
+
+    async def _place_waiting(self, flight: _Flight) -> Placement:
         until = self._wait_until(flight)
-        span = tracer().start_span("place", context=context_of(flight.span))
-        try:
-            while True:
-                revision = self._fleet.revision
-                view = View(
-                    flight.model_version, self._fleet.ledger, self._fleet.down, flight.tried
-                )
-                placement = place(self._fleet.replicas(), view, draw=self._rng)
-                remaining_s = until - self._clock()
-                if placement.chosen is not None or not waits or remaining_s <= 0:
-                    break
-                try:
-                    async with asyncio.timeout(remaining_s):
-                        await self._fleet.changed(revision)
-                except TimeoutError:
-                    continue
+        while True:
+            revision = self._fleet.revision
+            placement = self._place(flight)
+            remaining_s = until - self._clock()
+            if placement.chosen is not None or remaining_s <= 0:
+                return placement
+            try:
+                async with asyncio.timeout(remaining_s):
+                    await self._fleet.changed(revision)
+            except TimeoutError:
+                continue
+
+    def _end_place(self, flight: _Flight, placement: Placement | None) -> None:
+        span, flight.place_span = flight.place_span, None
+        if span is None:
+            return
+        if placement is not None:
             span.set_attribute("forebay.candidates", len(placement.candidates))
             if placement.chosen is not None:
                 span.set_attribute("forebay.replica", placement.chosen.replica_id)
-        finally:
-            span.end()
-        return placement
+        span.end()
 
     def _no_replica(self, flight: _Flight) -> ForebayError:
         if self._clock() >= flight.deadline:
@@ -210,6 +246,7 @@ class RouterPolicy:
         )
 
     def _route(self, flight: _Flight, replica: Replica, placement: Placement) -> Route:
+        self._end_place(flight, placement)
         flight.held = replica.replica_id
         flight.tried.add(replica.replica_id)
         self._fleet.ledger.begin(replica.replica_id, flight.model_version)
@@ -222,7 +259,7 @@ class RouterPolicy:
                 (md.MODEL, flight.model_version),
                 (md.ATTEMPT, str(len(flight.record.attempts))),
                 *flight.passed_on,
-                *inject(context_of(flight.span)),
+                *passed_on(flight.head.metadata, flight.span),
             ),
             deadline=flight.deadline,
             context=flight,
@@ -237,30 +274,17 @@ class RouterPolicy:
         attempt.outcome = word
         if progress.first_message_s is not None:
             attempt.first_message_ms = (progress.first_message_s - attempt.started_s) * 1000
-        self._metrics.attempts.labels(word).inc()
+        self._metrics.attempts(word).inc()
 
     def _end(
         self, flight: _Flight, outcome: Outcome, error: ForebayError | None, progress: Progress
     ) -> None:
-        self._in_flight -= 1
-        self._metrics.in_flight.dec()
+        self._in_flight.discard(flight)
         flight.record.outcome = _word(outcome, error)
         self._count(flight, outcome, error, progress)
-        span, record = flight.span, flight.record
-        if span.is_recording():
-            span.set_attribute("gen_ai.request.model", record.requested_model)
-            span.set_attribute("forebay.model_version", record.model_version)
-            span.set_attribute("forebay.attempts", len(record.attempts))
-            span.set_attribute("forebay.outcome", record.outcome)
-            if record.attempts:
-                span.set_attribute("forebay.replica", record.attempts[-1].replica_id)
-            if progress.usage is not None:
-                span.set_attribute("gen_ai.usage.input_tokens", progress.usage.prompt_tokens)
-                span.set_attribute("gen_ai.usage.output_tokens", progress.usage.completion_tokens)
-            if error is not None:
-                span.set_attribute("error.type", error.reason.value)
-                span.set_status(Status(StatusCode.ERROR, error.message))
-        span.end()
+        self._end_place(flight, None)
+        if flight.span is not None:
+            _end_span(flight.span, flight.record, error, progress)
 
     def _count(
         self, flight: _Flight, outcome: Outcome, error: ForebayError | None, progress: Progress
@@ -269,17 +293,17 @@ class RouterPolicy:
         model = flight.model_version or UNKNOWN_MODEL
         method = flight.head.method.value
         reason = error.reason.value if error is not None else ""
-        self._metrics.requests.labels(model, method, outcome.value, reason).inc()
-        now = self._clock()
-        self._metrics.request_seconds.labels(model, method).observe(now - flight.started_s)
+        metrics = self._metrics
+        metrics.requests(model, method, outcome.value, reason).inc()
+        metrics.request_seconds(model, method).observe(self._clock() - flight.started_s)
         if progress.first_message_s is not None:
             first_s = progress.first_message_s - flight.started_s
-            self._metrics.first_message_seconds.labels(model, method).observe(first_s)
+            metrics.first_message_seconds(model, method).observe(first_s)
         if progress.usage is not None:
             usage = progress.usage
-            self._metrics.tokens.labels(model, "prompt").inc(usage.prompt_tokens)
-            self._metrics.tokens.labels(model, "cached").inc(usage.cached_tokens)
-            self._metrics.tokens.labels(model, "completion").inc(usage.completion_tokens)
+            metrics.tokens(model, "prompt").inc(usage.prompt_tokens)
+            metrics.tokens(model, "cached").inc(usage.cached_tokens)
+            metrics.tokens(model, "completion").inc(usage.completion_tokens)
 
 
 def _check(head: Head, message: bytes) -> Wanted:
@@ -299,7 +323,7 @@ def _check(head: Head, message: bytes) -> Wanted:
     if not 1 <= len(named) <= MAX_MODEL_CHARS:
         problem = f"'{md.MODEL}' must have 1 to {MAX_MODEL_CHARS} characters."
         raise ForebayError(Reason.INVALID_ARGUMENT, problem, param=md.MODEL)
-    return dataclasses.replace(wanted, model=named)
+    return Wanted(named, wanted.operation, wanted.prompt_tokens)
 
 
 def _passed_on(head: Head, wanted: Wanted) -> md.Metadata:
@@ -340,3 +364,20 @@ def _for_caller(error: ForebayError) -> ForebayError:
 
 def _word(outcome: Outcome, error: ForebayError | None) -> str:
     return error.reason.value if error is not None else outcome.value
+
+
+def _end_span(span: Span, record: Record, error: ForebayError | None, progress: Progress) -> None:
+    if span.is_recording():
+        span.set_attribute("gen_ai.request.model", record.requested_model)
+        span.set_attribute("forebay.model_version", record.model_version)
+        span.set_attribute("forebay.attempts", len(record.attempts))
+        span.set_attribute("forebay.outcome", record.outcome)
+        if record.attempts:
+            span.set_attribute("forebay.replica", record.attempts[-1].replica_id)
+        if progress.usage is not None:
+            span.set_attribute("gen_ai.usage.input_tokens", progress.usage.prompt_tokens)
+            span.set_attribute("gen_ai.usage.output_tokens", progress.usage.completion_tokens)
+        if error is not None:
+            span.set_attribute("error.type", error.reason.value)
+            span.set_status(Status(StatusCode.ERROR, error.message))
+    span.end()

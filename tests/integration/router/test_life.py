@@ -47,7 +47,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr("forebay_router.policy.tracer", lambda: provider.get_tracer("test"))
+    monkeypatch.setattr("opentelemetry.trace.get_tracer_provider", lambda: provider)
     return exporter
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from enum import StrEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 _SAME_COST = 1e-9
 
@@ -50,8 +50,7 @@ class Exclusion(StrEnum):
     TRIED = "tried"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A replica and what spoke for or against it."""
 
     replica_id: str
@@ -127,20 +126,6 @@ class View:
     tried: Container[str] = ()
 
 
-# In this order: the first that applies is the one that is reported.
-FILTERS: tuple[tuple[Exclusion, Callable[[Replica, View], bool]], ...] = (
-    (Exclusion.MODEL_ABSENT, lambda replica, view: view.model_version not in replica.models),
-    (Exclusion.DOWN, lambda replica, view: replica.replica_id in view.down),
-    (Exclusion.DRAINING, lambda replica, view: replica.draining),
-    (Exclusion.STANDBY, lambda replica, view: not replica.takes_traffic),
-    (
-        Exclusion.MODEL_NOT_ACTIVE,
-        lambda replica, view: not replica.models[view.model_version].active,
-    ),
-    (Exclusion.TRIED, lambda replica, view: replica.replica_id in view.tried),
-)
-
-
 def place(replicas: Iterable[Replica], view: View, *, draw: Draw) -> Placement:
     """Choose the least loaded replica that no filter excludes."""
     candidates: list[Candidate] = []
@@ -162,8 +147,18 @@ def place(replicas: Iterable[Replica], view: View, *, draw: Draw) -> Placement:
 
 
 def exclusion_of(replica: Replica, view: View) -> Exclusion | None:
-    """The first filter that speaks against a replica."""
-    for exclusion, applies in FILTERS:
-        if applies(replica, view):
-            return exclusion
+    """The first filter that speaks against a replica, in this order."""
+    load = replica.models.get(view.model_version)
+    if load is None:
+        return Exclusion.MODEL_ABSENT
+    if replica.replica_id in view.down:
+        return Exclusion.DOWN
+    if replica.draining:
+        return Exclusion.DRAINING
+    if not replica.takes_traffic:
+        return Exclusion.STANDBY
+    if not load.active:
+        return Exclusion.MODEL_NOT_ACTIVE
+    if replica.replica_id in view.tried:
+        return Exclusion.TRIED
     return None

@@ -87,9 +87,11 @@ def resolve(catalogue: Catalogue, name: str, *, sticky_key: str) -> Resolution:
 def choose_version(model: Model, sticky_key: str) -> str | None:
     """The version whose range holds the key's point; None when every weight is 0."""
     weights = sorted((v, w) for v, w in model.split.items() if w > 0 and v in model.versions)
-    total = sum(weight for _, weight in weights)
-    if total == 0:
+    if not weights:
         return None
+    if len(weights) == 1:
+        return weights[0][0]
+    total = sum(weight for _, weight in weights)
     point = _point(model.name, sticky_key, total)
     for version, weight in weights:
         if point < weight:
