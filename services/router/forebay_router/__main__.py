@@ -12,6 +12,7 @@ from forebay_common.server import run
 
 from forebay_router.app import serve
 from forebay_router.config import PREFIX, Config
+from forebay_router.processes_loop import await_lifeline, supervise
 
 
 @said_plainly()
@@ -22,7 +23,14 @@ def main() -> None:
     telemetry.configure("router", instance_id=common.instance_id, log_level=common.log_level)
 
     async def entry(stopping: asyncio.Event) -> None:
-        await serve(common, config, stopping, registry=prometheus_client.REGISTRY)
+        if config.processes > 1:
+            await supervise(common, config, stopping)
+            return
+        async with asyncio.TaskGroup() as group:
+            if config.lifeline_fd >= 0:
+                group.create_task(await_lifeline(config.lifeline_fd, stopping))
+            await serve(common, config, stopping, registry=prometheus_client.REGISTRY)
+            stopping.set()
 
     try:
         run(entry)

@@ -118,6 +118,11 @@ class Config:
     share_ports: bool = option(
         False, "Let other processes listen on the same ports; set by `processes`."
     )
+    lifeline_fd: int = option(
+        -1,
+        "Open file whose other end ends this process when it closes; set by `processes`.",
+        minimum=-1,
+    )
     metrics_listen: str = option(
         "",
         "Where metrics are served apart from the HTTP port, `host:port`; with several processes "
