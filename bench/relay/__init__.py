@@ -120,6 +120,7 @@ def _measure_one(
                 programs[f"{lane.protocol}_load"],
                 shape,
                 serving.ports[lane.protocol],
+                core=site.core,
                 subject=serving.pids,
                 back=back.process.pids(),
                 measure_s=_LITELLM_S if contender.name == "litellm" else None,
@@ -138,6 +139,7 @@ def _line(sample: Sample) -> str:
         f"{sample.cpu_ms:.4f} ms CPU, TTFT {sample.ttft_us:.0f} µs, "
         f"token {sample.token_us_p50:.0f}/{sample.token_us_p99:.0f} µs, "
         f"{sample.requests_per_s:.0f} requests/s, use {sample.subject_use:.2f}, "
+        f"strangers {sample.bystanders_use:.2f}, "
         f"load + back end {sample.load_use:.2f} + {sample.back_use:.2f}, "
         f"{sample.errors} errors{verdict}"
     )

@@ -93,6 +93,40 @@ def wait_for_line(process: Pinned, line: str, timeout_s: float = 10.0) -> None:
         time.sleep(0.01)
 
 
+class Bystanders:
+    """How much of a core was used by processes that are not measured, nor part of the bench."""
+
+    def __init__(self, core: int, pids: Sequence[int]) -> None:
+        """Begins to watch; `pids` are the processes that belong on the core."""
+        self._core = core
+        self._pids = pids
+        self._before = self._read()
+
+    def use(self) -> float:
+        """Share of the core since the beginning, 0 to 1; a tick of the kernel is its resolution."""
+        now = self._read()
+        elapsed, busy, own = (
+            after - before for after, before in zip(now, self._before, strict=True)
+        )
+        return max(0.0, busy - own) / elapsed if elapsed else 0.0
+
+    def _read(self) -> tuple[float, float, float]:
+        own = 0.0
+        for pid in self._pids:
+            with contextlib.suppress(OSError):
+                # The kernel's name for the CPU clock of another process.
+                own += time.clock_gettime((~pid << 3) | 2)
+        return time.monotonic(), _busy_s(self._core), own
+
+
+def _busy_s(core: int) -> float:
+    """Seconds that a core has worked for processes; user, nice and system of proc_stat(5)."""
+    for line in Path("/proc/stat").read_text().splitlines():
+        if line.startswith(f"cpu{core} "):
+            return sum(map(int, line.split()[1:4])) / os.sysconf("SC_CLK_TCK")
+    raise RuntimeError(f"the kernel does not know core {core}")
+
+
 def _with_descendants(pid: int) -> list[int]:
     found = [pid]
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):

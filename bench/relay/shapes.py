@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.relay.pinned import Bystanders
+
 TOKENS = 64
 PROMPT_BYTES = 1000
 API_KEY = "sk-" + secrets.token_hex(32)
@@ -74,6 +76,9 @@ class Sample:
     """Share of a core that the measured processes used."""
     back_use: float
     load_use: float
+    bystanders_use: float
+    """Share of the measured processes' core that strangers used: above a few percent, figures are
+    of a disturbed machine."""
     errors: int
 
     @property
@@ -87,6 +92,7 @@ def measure(
     shape: Shape,
     port: int,
     *,
+    core: int,
     subject: Sequence[int],
     back: Sequence[int],
     measure_s: float | None = None,
@@ -97,6 +103,7 @@ def measure(
         program: the load generator of the protocol spoken there.
         shape: the load.
         port: of the measured router, or of a back end.
+        core: of the measured processes.
         subject: the processes whose CPU time is wanted.
         back: the processes of the back end.
         measure_s: length of the measurement; the shape's own when None.
@@ -104,6 +111,7 @@ def measure(
     Raises:
         RuntimeError: the generator gave up.
     """
+    bystanders = Bystanders(core, subject)
     found = run_load(program, shape, port, watch=(subject, back), measure_s=measure_s)
     # Tokens are counted rather than requests where there are many per request: the ends of the
     # window cut requests, but hardly tokens.
@@ -119,6 +127,7 @@ def measure(
         subject_use=subject_s / seconds,
         back_use=back_s / seconds,
         load_use=found["load_cpu_s"] / seconds,
+        bystanders_use=bystanders.use(),
         errors=found["errors"] if answers else max(1, found["errors"]),
     )
 
