@@ -31,6 +31,7 @@ class HttpServer:
         self.writer = Writer("forebay")
         self.connections: set[Connection] = set()
         self.stalled: set[Connection] = set()
+        self._unflushed: list[Connection] = []
         self._work: set[Http1Exchange] = set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -122,6 +123,19 @@ class HttpServer:
         self.stalled.discard(connection)
         if not self.connections:
             self._is_empty.set()
+
+    def flush_later(self, connection: Connection) -> None:
+        """See `http1.Front`."""
+        unflushed = self._unflushed
+        if not unflushed:
+            assert self._loop is not None, "it listens"
+            self._loop.call_soon(self._flush)
+        unflushed.append(connection)
+
+    def _flush(self) -> None:
+        unflushed, self._unflushed = self._unflushed, []
+        for connection in unflushed:
+            connection.flush()
 
     def began_work(self, exchange: Http1Exchange) -> None:
         """See `http1.Front`."""

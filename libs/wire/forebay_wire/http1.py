@@ -63,6 +63,9 @@ class Front(Protocol):
     def date(self) -> bytes:
         """The time for a `Date` header, with the end of the head behind it."""
 
+    def flush_later(self, connection: Connection) -> None:
+        """Call its `flush` before the loop waits again."""
+
     def began_work(self, exchange: Http1Exchange) -> None:
         """An endpoint that a drain waits for has taken up an exchange."""
 
@@ -152,10 +155,9 @@ class Http1Exchange:
         )
         if self.head.method == "HEAD":
             connection.write(head)
-        elif len(body) <= _JOIN_BYTES:
-            connection.write(head + body)
         else:
-            connection.write_all((head, body))
+            connection.write(head)
+            connection.write(body)
         self._finish()
 
     def begin(self, content_type: str) -> None:
@@ -303,6 +305,7 @@ class Connection(asyncio.Protocol):
         "_is_in_head",
         "_is_reading_paused",
         "_is_stalled",
+        "_outgoing",
         "_parser",
         "_phase",
         "_progress_s",
@@ -346,6 +349,7 @@ class Connection(asyncio.Protocol):
         self._current: Http1Exchange | None = None
         self._waiting: deque[Http1Exchange] = deque()
         self._ahead = b""
+        self._outgoing: list[bytes] = []
         self._is_advancing = False
         self._is_reading_paused = False
         # The client's reading.
@@ -384,6 +388,7 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> None:
         """The client is gone, or has read our last answer; the transport closes by itself."""
+        self.flush()
         self._leave()
         if self._phase is not _Phase.CLOSING:
             self._begin_closing()
@@ -653,12 +658,24 @@ class Connection(asyncio.Protocol):
         )
 
     def write(self, data: bytes) -> None:
-        """Send bytes of the current exchange's answer."""
-        self._transport.write(data)
+        """Send bytes of the current exchange's answer, with all else of this turn of the loop."""
+        unsent = self._outgoing
+        if not unsent:
+            self.front.flush_later(self)
+        unsent.append(data)
 
-    def write_all(self, parts: tuple[bytes, ...]) -> None:
-        """Send large parts without joining them."""
-        self._transport.writelines(parts)
+    def flush(self) -> None:
+        """Hand what was written to the transport."""
+        parts = self._outgoing
+        if not parts or self._transport is None:
+            return
+        self._outgoing = []
+        if len(parts) == 1:
+            self._transport.write(parts[0])
+        elif sum(map(len, parts)) <= _JOIN_BYTES:
+            self._transport.write(b"".join(parts))
+        else:
+            self._transport.writelines(parts)
 
     # Time.
 
@@ -743,6 +760,7 @@ class Connection(asyncio.Protocol):
 
     def _close(self) -> None:
         """Send what is written and close, in such a way that the client can read it first."""
+        self.flush()
         self._begin_closing()
         if self._is_reading_paused:
             self._is_reading_paused = False

@@ -6,29 +6,38 @@ message is there. After it, a failure is one last event of the stream.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from aiohttp import web
 from forebay.inference.v1 import inference_service_pb2 as inference
 from forebay.registry.v1 import registry_service_pb2 as registry
 from forebay_common import metadata as md
 from forebay_common.errors import ForebayError, Reason
-from forebay_common.telemetry import extract
+from forebay_wire.core.http1 import HttpLimits, RequestHead
+from forebay_wire.exchange import Endpoint, Exchange, NotAllowedError, answer_json
+from forebay_wire.http import HttpServer
 from forebay_wire.policy import Head, Method
-from forebay_wire.relay import Relay
+from forebay_wire.sse import Relays, relay_openai
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from forebay_router.adapters.catalogue import CatalogueView
-from forebay_router.adapters.http import SSE, Answer, Call, HttpServer, Limits
 from forebay_router.core.openai import PATHS
 
 TIMEOUT = "x-request-timeout-s"
-_SESSIONS = (md.SESSION, "x-session-id")
+# What is passed on, by the header it comes in; of two that mean the same, the last counts.
+_PASSED_ON = tuple(
+    (header.encode(), key)
+    for header, key in (
+        (md.CLASS, md.CLASS),
+        (md.TENANT, md.TENANT),
+        ("x-session-id", md.SESSION),
+        (md.SESSION, md.SESSION),
+    )
+)
+_TRACE = tuple((key.encode(), key) for key in (md.TRACEPARENT, md.TRACESTATE))
 _MODELS = "/v1/models"
 _SECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
 
@@ -40,10 +49,10 @@ class OpenAIFront:
 
     def __init__(
         self,
-        relay: Relay,
+        relay: Relays,
         catalogue: CatalogueView,
         registry_: CollectorRegistry,
-        limits: Limits,
+        limits: HttpLimits,
         not_ready: NotReady,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -52,12 +61,14 @@ class OpenAIFront:
         self._relay = relay
         self._catalogue = catalogue
         self._registry = registry_
+        self._limits = limits
         self._not_ready = not_ready
         self._clock = clock
-        self._routes: Mapping[str, Mapping[str, Answer]] = {
-            **{path: {"POST": self._infer} for path in PATHS},
+        infer = Endpoint(self._infer, is_work=True)
+        self._routes: Mapping[str, Mapping[str, Endpoint]] = {
+            **{path: {"POST": infer} for path in PATHS},
             **{
-                path: {"GET": answer, "HEAD": answer}
+                path: _readable(answer)
                 for path, answer in (
                     (_MODELS, self._list_models),
                     ("/health/live", self._live),
@@ -66,56 +77,51 @@ class OpenAIFront:
                 )
             },
         }
-        self._one_model: Mapping[str, Answer] = {"GET": self._get_model, "HEAD": self._get_model}
+        self._one_model = _readable(self._get_model)
         self.server = HttpServer(self._find, limits)
 
-    def _find(self, method: str, path: str) -> Answer:
-        is_model = path.startswith(f"{_MODELS}/") and len(path) > len(_MODELS) + 1
-        offered = self._one_model if is_model else self._routes.get(path)
+    def _find(self, method: str, path: str) -> Endpoint:
+        offered = self._routes.get(path)
+        if offered is None and path.startswith(f"{_MODELS}/") and len(path) > len(_MODELS) + 1:
+            offered = self._one_model
         if offered is None:
             raise ForebayError(Reason.ROUTE_NOT_FOUND, "There is no such path here.")
         if method not in offered:
-            return _answer_not_allowed(", ".join(offered))
+            raise NotAllowedError(", ".join(offered))
         return offered[method]
 
-    async def _infer(self, call: Call) -> web.StreamResponse:
-        async with self.server.work():
-            head = self._head_of(call)
-            body = await call.read_body()
-            request = inference.CallOpenAIRequest(path=call.request.path, body=body)
-            answers = self._relay.stream(head, request.SerializeToString())
-            async with contextlib.aclosing(answers):
-                message = await anext(answers, None)
-                if message is None:
-                    raise ForebayError(Reason.INTERNAL, "The replica gave no answer.")
-                first = inference.CallOpenAIResponse.FromString(message)
-                if not first.content_type.startswith(SSE):
-                    # Nothing is sent before all is there, so a late failure still has its status.
-                    rest = [_body_of(message) async for message in answers]
-                    content_type = first.content_type or "application/json"
-                    return call.whole(b"".join((first.body, *rest)), content_type)
-                await call.begin_stream(first.content_type)
-                await call.write(first.body)
-                async for message in answers:
-                    if part := _body_of(message):
-                        await call.write(part)
-            return await call.end_stream()
+    def _infer(self, exchange: Exchange) -> None:
+        head = self._head_of(exchange)
+        request = inference.CallOpenAIRequest(path=exchange.head.path, body=exchange.body)
+        relay_openai(
+            self._relay,
+            exchange,
+            head,
+            request.SerializeToString(),
+            answer_bytes=self._limits.answer_bytes,
+        )
 
-    def _head_of(self, call: Call) -> Head:
-        headers = call.request.headers
-        metadata = {key: headers[key] for key in (md.CLASS, md.TENANT) if key in headers}
-        session = next((headers[key] for key in _SESSIONS if key in headers), None)
-        if session is not None:
-            metadata[md.SESSION] = session
+    def _head_of(self, exchange: Exchange) -> Head:
+        http = exchange.head
+        metadata: dict[str, str] = {}
+        for header, key in _PASSED_ON:
+            value = http.text(header)
+            if value is not None:
+                metadata[key] = value
+        for header, key in _TRACE:
+            # What is no text of gRPC's would fail the request; a trace is not worth that.
+            value = http.text(header)
+            if value is not None and value.isascii() and value.isprintable():
+                metadata[key] = value
         return Head(
             method=Method.CALL_OPENAI,
             metadata=metadata,
-            deadline=self._deadline_of(headers.get(TIMEOUT)),
-            request_id=call.request_id,
-            trace=extract((key.lower(), value) for key, value in headers.items()),
+            deadline=self._deadline_of(http),
+            request_id=exchange.request_id,
         )
 
-    def _deadline_of(self, timeout: str | None) -> float | None:
+    def _deadline_of(self, http: RequestHead) -> float | None:
+        timeout = http.text(TIMEOUT.encode())
         if timeout is None:
             return None
         if not _SECONDS.fullmatch(timeout) or float(timeout) <= 0:
@@ -123,44 +129,37 @@ class OpenAIFront:
             raise ForebayError(Reason.INVALID_ARGUMENT, message, param=TIMEOUT)
         return self._clock() + float(timeout)
 
-    async def _list_models(self, call: Call) -> web.StreamResponse:
-        return call.json({"object": "list", "data": list(self._models().values())})
+    def _list_models(self, exchange: Exchange) -> None:
+        answer_json(exchange, {"object": "list", "data": list(self._models().values())})
 
-    async def _get_model(self, call: Call) -> web.StreamResponse:
-        model = self._models().get(call.request.path.removeprefix(f"{_MODELS}/"))
+    def _get_model(self, exchange: Exchange) -> None:
+        model = self._models().get(exchange.head.path.removeprefix(f"{_MODELS}/"))
         if model is None:
             raise ForebayError(Reason.MODEL_NOT_FOUND, "The model does not exist.", param="model")
-        return call.json(model)
+        answer_json(exchange, model)
 
     def _models(self) -> dict[str, dict[str, Any]]:
         if not self._catalogue.is_listed:
             raise ForebayError(Reason.STORE_UNAVAILABLE, "The models are not known yet.")
         return list_models(self._catalogue.contract())
 
-    async def _live(self, call: Call) -> web.StreamResponse:
-        return call.json({"status": "ok"})
+    def _live(self, exchange: Exchange) -> None:
+        answer_json(exchange, {"status": "ok"})
 
-    async def _ready(self, call: Call) -> web.StreamResponse:
+    def _ready(self, exchange: Exchange) -> None:
         reasons = [*self._not_ready(), *(["draining"] if self.server.draining else [])]
-        if not reasons:
-            return call.json({"status": "ok"})
-        return call.json({"status": "unavailable", "reasons": reasons}, status=503)
+        if reasons:
+            answer_json(exchange, {"status": "unavailable", "reasons": reasons}, status=503)
+        else:
+            answer_json(exchange, {"status": "ok"})
 
-    async def _metrics(self, call: Call) -> web.StreamResponse:
-        return call.whole(generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4)
-
-
-def _answer_not_allowed(allowed: str) -> Answer:
-    error = ForebayError(Reason.METHOD_NOT_ALLOWED, f"This path takes {allowed} only.")
-
-    async def answer(call: Call) -> web.StreamResponse:
-        return call.refuse(error, allow=allowed)
-
-    return answer
+    def _metrics(self, exchange: Exchange) -> None:
+        exchange.answer(generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4)
 
 
-def _body_of(message: bytes) -> bytes:
-    return inference.CallOpenAIResponse.FromString(message).body
+def _readable(answer: Callable[[Exchange], None]) -> dict[str, Endpoint]:
+    endpoint = Endpoint(answer)
+    return {"GET": endpoint, "HEAD": endpoint}
 
 
 def list_models(catalogue: registry.Catalogue) -> dict[str, dict[str, Any]]:
