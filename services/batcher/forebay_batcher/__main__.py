@@ -119,6 +119,7 @@ async def serve(
                 group.create_task(_report_ready(server, replica), name="health"),
             ]
             on_listening(replica.address)
+            servers.settle_heap()
             await stopping.wait()
             drain.begin(0)
             ends_at = time.monotonic() + common.drain_timeout_s

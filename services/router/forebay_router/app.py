@@ -14,6 +14,7 @@ from forebay_common.channel import ENVELOPE_BYTES, ChannelPool
 from forebay_common.config import CommonConfig
 from forebay_common.discovery import Instance, Keys
 from forebay_common.lease import Lease
+from forebay_common.server import settle_heap
 from forebay_common.store import Store
 from forebay_common.telemetry import serve_metrics, version_of
 from forebay_wire.client import ClientPool
@@ -119,6 +120,7 @@ async def serve(
             async with Lease.open(store, common.lease_ttl_s) as lease:
                 await lease.attach(key, instance.encode())
                 on_started(instance)
+                settle_heap()
                 await stopping.wait()
                 await lease.detach(key)
                 readiness.cancel()
