@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from forebay_common.config import option
+from forebay_wire.core.limits import Limits
 
 PREFIX = "FOREBAY_ENGINE"
 
@@ -62,6 +63,19 @@ class Config:
         "Most requests a runner holds at once; further ones are refused with QUEUE_FULL.",
         minimum=1,
         maximum=1_000_000,
+    )
+    message_bytes_max: int = option(
+        Limits().message_bytes,
+        "Largest message a runner accepts, in bytes; no less than the router's largest body and "
+        "4096.",
+        minimum=1024,
+        maximum=1 << 30,
+    )
+    slow_reader_s: float = option(
+        300.0,
+        "How long a caller may take nothing of an answer that waits for it before a runner cuts "
+        "it, in seconds; keep it above the router's, which knows the client.",
+        minimum=1,
     )
     frame_from_streams: int = option(
         128,

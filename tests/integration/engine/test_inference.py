@@ -216,6 +216,37 @@ async def test_abandoned_call_frees_its_slot_within_a_quarter_second(
     assert status.load.kv_cache_usage == 0
 
 
+@pytest.mark.parametrize("how", ["generate", "stream", "document"])
+async def test_call_abandoned_in_the_engines_queue_leaves_it_within_a_quarter_second(
+    slow_host: EngineHost, how: str
+) -> None:
+    runner = await slow_host.runner()
+    body = {"prompt": "a", "max_tokens": 20_000, "ignore_eos": True, "stream": True}
+    running = [call_openai(runner, "/v1/completions", body) for _ in range(2)]
+    await slow_host.until(lambda status: status.load.running == 2)
+    if how == "generate":
+        queued: Any = runner.Generate(inference.GenerateRequest(text="a"))
+    else:
+        body["stream"] = how == "stream"
+        queued = call_openai(runner, "/v1/completions", body)
+    await slow_host.until(lambda status: status.load.waiting == 1)
+    queued.cancel()
+    began = time.monotonic()
+    status = await slow_host.until(lambda status: status.load.waiting == 0)
+    assert time.monotonic() - began < 0.25
+    assert status.load.running == 2
+    for call in running:
+        call.cancel()
+
+
+async def test_message_over_the_limit_is_refused_and_its_connection_lives(tmp_path: Path) -> None:
+    async with running_host(tmp_path, [a_spec()], message_bytes_max=4096) as host:
+        runner = await host.runner()
+        refusal = await refusal_of(runner.Generate(inference.GenerateRequest(text="a " * 4096)))
+        assert refusal.reason is Reason.BODY_TOO_LARGE
+        assert [message async for message in runner.Generate(inference.GenerateRequest(text="a"))]
+
+
 async def test_requests_over_the_slots_wait_in_the_engine(slow_host: EngineHost) -> None:
     runner = await slow_host.runner()
     calls = [

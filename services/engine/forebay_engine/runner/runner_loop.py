@@ -77,7 +77,7 @@ class _Runner:
 
     async def _load_and_serve(self, stopping: asyncio.Event) -> None:
         backend = _make_backend(self._spec, self._config)
-        server = Server(_limits(self._config.requests_max))
+        server = Server(_limits(self._config))
         servicer = InferenceServicer(
             backend,
             Ticker(
@@ -207,10 +207,16 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _limits(requests_max: int) -> Limits:
-    # All requests may come over one connection, and the one too many is refused with QUEUE_FULL
-    # instead of waiting at its client. On a Unix socket there is nothing to spread anew by age.
-    return Limits(streams=requests_max + _STREAMS_TO_REFUSE, connection_age_s=0)
+def _limits(options: config.Config) -> Limits:
+    return Limits(
+        message_bytes=options.message_bytes_max,
+        # All requests may come over one connection, and the one too many is refused with QUEUE_FULL
+        # instead of waiting at its client.
+        streams=options.requests_max + _STREAMS_TO_REFUSE,
+        slow_reader_s=options.slow_reader_s,
+        # On a Unix socket there is nothing to spread anew by age.
+        connection_age_s=0,
+    )
 
 
 def _make_backend(spec: engine_pb.ModelSpec, options: config.Config) -> Backend:
