@@ -228,6 +228,7 @@ class Call:
             return
         self._done = True
         self._stop()
+        self._tell()
         if self._route is not None:
             self._end(Outcome.CANCELLED, None)
 
@@ -422,7 +423,7 @@ class Call:
         """The policy did not let it in."""
         if not self._done:
             self._done = True
-            self._caller.fail(error, self._relay.trailing)
+            self._tell().fail(error, self._relay.trailing)
 
     def _expire(self) -> None:
         self._deadline = None
@@ -451,7 +452,7 @@ class Call:
             if not self._answered:
                 self._answered = True
                 self._caller.begin(self)
-            self._caller.finish(trailing)
+            self._tell().finish(trailing)
             self._end(Outcome.SUCCEEDED, None)
             return
         if code == 0:
@@ -487,7 +488,7 @@ class Call:
             self._done = True
             self._stop()
             final = decision.error if isinstance(decision, Fail) else error
-            self._caller.fail(final, self.progress.trailing or self._relay.trailing)
+            self._tell().fail(final, self.progress.trailing or self._relay.trailing)
             self._end(Outcome.FAILED, final)
             return
         self._route = decision.route
@@ -497,6 +498,11 @@ class Call:
             self._fail_attempt(_expired())
         else:
             self._attempt()
+
+    def _tell(self) -> Caller:
+        """Give the caller up for its last word: without this, both would wait for the collector."""
+        caller, self._caller, self._forward = self._caller, _GONE, _GONE.forward
+        return caller
 
     def _end(self, outcome: Outcome, error: ForebayError | None) -> None:
         assert self._route is not None, "only an admitted call ends"
@@ -530,6 +536,25 @@ class Call:
         route = self._route
         deadline = route.deadline if route is not None else self.head.deadline
         return deadline is not None and time.monotonic() >= deadline
+
+
+class _Gone:
+    """The caller of a call that has ended."""
+
+    def begin(self, call: Call) -> None:
+        """Nothing to do."""
+
+    def forward(self, data: bytes, start: int, end: int) -> None:
+        """Nothing to do."""
+
+    def finish(self, trailing: md.Metadata) -> None:
+        """Nothing to do."""
+
+    def fail(self, error: ForebayError, trailing: md.Metadata) -> None:
+        """Nothing to do."""
+
+
+_GONE = _Gone()
 
 
 class _Reader:

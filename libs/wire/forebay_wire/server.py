@@ -221,7 +221,8 @@ class Server:
         if isinstance(receiver, (_RelayedCall, _HandledCall)):
             receiver.cut(error)
         else:
-            stream.cut(_status_block(error))
+            # Its answer has begun: only an answer can wait for its reader.
+            stream.cut(_status_block(error, begun=stream.pending_bytes > 0))
 
     def _make_wire(self) -> Wire:
         age_s = self.limits.connection_age_s
@@ -508,6 +509,34 @@ class _RelayedCall:
             self._ended = True
             self._server.requested.left_bytes += self._budgeted
             self._server.leave()
+            # What refers to one another would wait for the collector.
+            self._call = None
+            self._stream.receiver = _ENDED
+
+
+class _Ended:
+    """Receives for a stream whose call has ended, while the last of it waits to be sent."""
+
+    def on_headers(self, headers: Headers, ended: bool) -> None:
+        """Nothing to do."""
+
+    def on_data(self, data: bytes, start: int, end: int) -> None:
+        """Nothing to do."""
+
+    def on_end(self) -> None:
+        """Nothing to do."""
+
+    def on_reset(self, code: ErrorCode) -> None:
+        """Nothing to do."""
+
+    def on_blocked(self) -> None:
+        """Nothing to do."""
+
+    def on_drained(self) -> None:
+        """Nothing to do."""
+
+
+_ENDED = _Ended()
 
 
 class _HandledCall:
@@ -811,6 +840,9 @@ class _HandledCall:
             self._server.leave()
         for callback in self._callbacks:
             callback(self)
+        # What refers to one another would wait for the collector.
+        self._callbacks.clear()
+        self._stream.receiver = _ENDED
 
 
 _UNKNOWN_ENCODING = metadata_block((("grpc-accept-encoding", _ACCEPTED_ENCODINGS),))
