@@ -5,14 +5,17 @@ A request that fails is not tried again here: the router knows other replicas, t
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
+from collections.abc import Awaitable
 
 from forebay.inference.v1 import inference_service_pb2 as pb
 from forebay_common import metadata as md
 from forebay_common.errors import ForebayError, Reason
-from forebay_common.telemetry import context_of, inject, tracer
+from forebay_common.telemetry import passed_on, start_span
 from forebay_wire.policy import Decision, Fail, Head, Method, Outcome, Progress, Route
+from forebay_wire.waiting import Waiting
 from google.protobuf.message import DecodeError
 from opentelemetry.trace import Span, StatusCode
 
@@ -23,6 +26,7 @@ from forebay_batcher.engine_loop import EngineLoop, target_of
 from forebay_batcher.queue_loop import QueueLoop
 from forebay_batcher.replica import Replica
 
+_CLASSES = {priority.name: priority for priority in PriorityClass}
 _PASSED_ON = (md.TENANT, md.SESSION, md.ATTEMPT, md.PROMPT_TOKENS)
 
 
@@ -37,12 +41,13 @@ class BatcherPolicy:
         self._engine = engine
         self._run_s_max = run_s_max
 
-    async def admit(self, head: Head, message: bytes) -> Route:
-        """Wait for a slot of the model's runner.
+    def admit(self, head: Head, message: bytes) -> Route | Awaitable[Route]:
+        """Take a slot of the model's runner, or wait for one.
 
         Raises:
             ForebayError: INVALID_ARGUMENT, MODEL_NOT_FOUND, MODEL_NOT_LOADED, NO_REPLICA, DRAINING,
-                QUEUE_FULL, or DEADLINE_EXCEEDED.
+                QUEUE_FULL, or DEADLINE_EXCEEDED; the last two and MODEL_NOT_LOADED also from the
+                wait.
         """
         try:
             self._replica.standing.check_open()
@@ -50,9 +55,9 @@ class BatcherPolicy:
             pinned = head.metadata.get(md.MODEL)
             wanted = pinned or _model_in(head.method, message)
             model = self._replica.engine.resolve(wanted, pinned=bool(pinned))
-            return await self._wait(head, len(message), model, priority)
+            return self._acquire(head, len(message), model, priority)
         except ForebayError as error:
-            metrics.REFUSALS.labels(error.reason.value).inc()
+            metrics.REFUSALS(error.reason.value).inc()
             raise
 
     async def on_failure(
@@ -76,21 +81,21 @@ class BatcherPolicy:
         start: Start = route.context
         self._queue.release(start.request.number)
 
-    async def _wait(
+    def _acquire(
         self, head: Head, size_bytes: int, model: Model, priority: PriorityClass
-    ) -> Route:
-        span = tracer().start_span(
-            "queue",
-            context=head.trace,
-            attributes={
-                "forebay.class": priority.name,
-                "forebay.queue_depth": self._queue.queue.waiting,
-                "forebay.model_version": model.model_version,
-                "forebay.request_id": head.request_id,
-            },
-        )
+    ) -> Route | Awaitable[Route]:
+        span = start_span("queue", head.metadata)
+        if span is not None:
+            span.set_attributes(
+                {
+                    "forebay.class": priority.name,
+                    "forebay.queue_depth": self._queue.queue.waiting,
+                    "forebay.model_version": model.model_version,
+                    "forebay.request_id": head.request_id,
+                }
+            )
         try:
-            start = await self._queue.acquire(
+            answer = self._queue.acquire(
                 request_id=head.request_id,
                 model_version=model.model_version,
                 priority=priority,
@@ -98,40 +103,66 @@ class BatcherPolicy:
                 deadline=head.deadline,
             )
         except ForebayError as error:
-            span.set_status(StatusCode.ERROR, error.reason.value)
+            _end_span(span, error)
             raise
-        finally:
-            span.end()
-        return self._route(head, start, priority, span)
+        if not isinstance(answer, Start):
+            return Waiting(lambda: self._route_later(head, answer, span))
+        _end_span(span, None)
+        return self._route(head, answer, span)
 
-    def _route(self, head: Head, start: Start, priority: PriorityClass, span: Span) -> Route:
+    async def _route_later(self, head: Head, waiting: Awaitable[Start], span: Span | None) -> Route:
+        if span is not None:
+            # Those that came in the same turn of the event loop have their places by now.
+            span.set_attribute("forebay.queue_depth", self._queue.queue.waiting)
+        try:
+            start = await waiting
+        except ForebayError as error:
+            _end_span(span, error)
+            metrics.REFUSALS(error.reason.value).inc()
+            raise
+        except asyncio.CancelledError:
+            _end_span(span, None)
+            raise
+        _end_span(span, None)
+        return self._route(head, start, span)
+
+    def _route(self, head: Head, start: Start, span: Span | None) -> Route:
         ends_at = time.monotonic() + self._run_s_max
-        passed_on = ((key, head.metadata[key]) for key in _PASSED_ON if key in head.metadata)
+        metadata = head.metadata
         return Route(
             target=target_of(start.capacity.target),
             metadata=(
                 (md.REQUEST_ID, head.request_id),
                 (md.MODEL, start.request.model_version),
-                (md.CLASS, priority.name),
-                *passed_on,
-                *inject(context_of(span)),
+                (md.CLASS, start.request.priority.name),
+                *[(key, metadata[key]) for key in _PASSED_ON if key in metadata],
+                *passed_on(metadata, span),
             ),
             deadline=ends_at if head.deadline is None else min(ends_at, head.deadline),
             context=start,
         )
 
 
+def _end_span(span: Span | None, error: ForebayError | None) -> None:
+    if span is None:
+        return
+    if error is not None:
+        span.set_status(StatusCode.ERROR, error.reason.value)
+    span.end()
+
+
 def _class_of(head: Head) -> PriorityClass:
     given = head.metadata.get(md.CLASS)
     if given is None:
         return PriorityClass.REALTIME
-    if given not in PriorityClass.__members__:
+    priority = _CLASSES.get(given)
+    if priority is None:
         raise ForebayError(
             Reason.INVALID_ARGUMENT,
-            f"{md.CLASS} must be one of {', '.join(PriorityClass.__members__)}.",
+            f"{md.CLASS} must be one of {', '.join(_CLASSES)}.",
             param=md.CLASS,
         )
-    return PriorityClass[given]
+    return priority
 
 
 def _model_in(method: Method, message: bytes) -> str:

@@ -1,15 +1,19 @@
 """The queue's one owner: starts requests whenever one arrives, a slot is freed, the engine changes,
-or a wait runs out. It sleeps between these events.
+or a wait runs out. It sleeps between these events, and has no part in a request that nobody waits
+before while a slot is free.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 
 from forebay_common.errors import ForebayError, Reason
+from forebay_wire.waiting import Waiting
 
 from forebay_batcher import metrics
 from forebay_batcher.core.queue import (
@@ -46,16 +50,20 @@ class QueueLoop:
         self._clock = clock
         self._numbers = itertools.count(1)
         self._waiters: dict[int, asyncio.Future[Start | Leave]] = {}
+        self._arriving = 0
+        """Requests that were told to wait, and are about to take their places."""
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._shown: Set[str] = frozenset()
+        self._show()
 
     @property
     def queue(self) -> Queue:
         """To read from."""
         return self._queue
 
-    async def acquire(
+    def acquire(
         self,
         *,
         request_id: str,
@@ -63,28 +71,46 @@ class QueueLoop:
         priority: PriorityClass,
         size_bytes: int,
         deadline: float | None,
-    ) -> Start:
-        """Wait for a slot. Whoever gets one gives it back with `release`. A cancelled wait is
-        forgotten at once.
+    ) -> Start | Waiting[Start]:
+        """Take a slot, or wait for one. Whoever gets one gives it back with `release`.
+
+        A request takes its place in the queue when its wait begins, and later ones do not pass it
+        if that is in the next turn of the event loop. A cancelled wait is forgotten at once.
 
         Raises:
-            ForebayError: QUEUE_FULL, DEADLINE_EXCEEDED, or MODEL_NOT_LOADED.
+            ForebayError: QUEUE_FULL, DEADLINE_EXCEEDED, or MODEL_NOT_LOADED, also from the wait.
         """
         now = self._clock()
         number = next(self._numbers)
         request = Request(number, request_id, model_version, priority, size_bytes, now, deadline)
+        if not self._arriving:
+            answer = self._queue.start_at_once(request, now)
+            if isinstance(answer, Start):
+                self._count(answer, now)
+                self._note()
+                return answer
+            if answer is not None:
+                raise _refusal(answer)
+        self._expect_arrival()
+        return Waiting(lambda: self._wait(request))
+
+    async def _wait(self, request: Request) -> Start:
+        now = self._clock()
+        number = next(self._numbers)
+        request = dataclasses.replace(request, number=number, arrived=now)
         refusal = self._queue.offer(request, now)
         if refusal is not None:
             raise _refusal(refusal)
         self._waiters[number] = asyncio.get_running_loop().create_future()
-        self._note(request)
+        self._wake.set()
+        self._note()
         try:
             answer = await self._waiters[number]
         except asyncio.CancelledError:
             # It may have been given a slot in the same turn of the event loop.
-            left = self._queue.withdraw(number) or self._queue.release(number)
-            if left is not None:
-                self._note(left)
+            if self._queue.withdraw(number) or self._queue.release(number):
+                self._wake.set()
+                self._note()
             raise
         finally:
             del self._waiters[number]
@@ -94,12 +120,20 @@ class QueueLoop:
 
     def release(self, number: int) -> None:
         """Free a request's slot. Harmless for one that holds none."""
-        if (request := self._queue.release(number)) is not None:
-            self._note(request)
+        if self._queue.release(number) is None:
+            return
+        if self._queue.waiting:
+            self._wake.set()
+        self._note()
 
     def set_capacities(self, capacities: Mapping[str, Capacity]) -> None:
         """Replace what the runners can take."""
         self._queue.set_capacities(capacities)
+        for model_version in capacities.keys() - self._shown:
+            in_flight = functools.partial(self._queue.in_flight, model_version)
+            metrics.IN_FLIGHT.labels(model_version).set_function(in_flight)
+        self._shown = frozenset(capacities)
+        self._wake.set()
         self._note()
 
     async def idle(self) -> None:
@@ -132,30 +166,43 @@ class QueueLoop:
     def _deliver(self, batch: Batch) -> None:
         now = self._clock()
         for start in batch.starts:
-            label = start.request.priority.name
-            metrics.QUEUE_WAIT.labels(label).observe(now - start.request.arrived)
-            metrics.DISPATCHES.labels(label, str(start.overdue).lower()).inc()
+            self._count(start, now)
         answers: tuple[Start | Leave, ...] = (*batch.leaves, *batch.starts)
         for answer in answers:
             waiter = self._waiters[answer.request.number]
             if not waiter.done():
                 waiter.set_result(answer)
-        self._note(*(answer.request for answer in answers))
+        self._note()
 
-    def _note(self, *requests: Request) -> None:
-        """After a change: let the owner look again, and show what these requests changed."""
-        queue = self._queue
-        self._wake.set()
-        for priority in {request.priority for request in requests}:
-            metrics.QUEUE_DEPTH.labels(priority.name).set(queue.depth(priority))
-        for model_version in {request.model_version for request in requests}:
-            metrics.IN_FLIGHT.labels(model_version).set(queue.in_flight(model_version))
-        metrics.QUEUED_BYTES.set(queue.queued_bytes)
-        if queue.waiting or queue.running:
+    def _expect_arrival(self) -> None:
+        """Let nobody start past a request that begins to wait in the loop's next turn."""
+        loop = asyncio.get_running_loop()
+        self._arriving += 1
+        loop.call_soon(loop.call_soon, self._has_arrived)
+
+    def _has_arrived(self) -> None:
+        self._arriving -= 1
+
+    def _note(self) -> None:
+        """After a change: let the owner look again."""
+        if self._queue.waiting or self._queue.running:
             self._idle.clear()
         else:
             self._idle.set()
         self._on_change()
+
+    def _show(self) -> None:
+        """Let the metrics be read from the queue."""
+        queue = self._queue
+        metrics.QUEUED_BYTES.set_function(lambda: queue.queued_bytes)
+        for priority in PriorityClass:
+            depth = functools.partial(queue.depth, priority)
+            metrics.QUEUE_DEPTH.labels(priority.name).set_function(depth)
+
+    def _count(self, start: Start, now: float) -> None:
+        label = start.request.priority.name
+        metrics.QUEUE_WAIT(label).observe(now - start.request.arrived)
+        metrics.DISPATCHES(label, "true" if start.overdue else "false").inc()
 
 
 def _refusal(reason: Reason) -> ForebayError:

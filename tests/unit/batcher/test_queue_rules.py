@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 
 from forebay_batcher.core.queue import (
@@ -84,6 +85,44 @@ class QueueRules(RuleBasedStateMachine):
         if self.queue.offer(request, self.now) is None:
             self.waiting[self.number] = request
             self.admitted.add(self.number)
+
+    @rule(
+        model=st.sampled_from(MODELS),
+        priority=st.sampled_from(PriorityClass),
+        waited_s=st.just(0.0) | st.floats(0, 50),
+        patience_s=st.none() | st.floats(-1, 50),
+        size=st.integers(0, 30),
+    )
+    def arrive_where_a_slot_may_be_free(
+        self,
+        model: str,
+        priority: PriorityClass,
+        waited_s: float,
+        patience_s: float | None,
+        size: int,
+    ) -> None:
+        self.number += 1
+        deadline = None if patience_s is None else self.now + patience_s
+        arrived = self.now - waited_s
+        request = Request(self.number, "", model, priority, size, arrived, deadline)
+        by_plan = copy.deepcopy(self.queue)
+        before_it = self.queue.queued(model)
+        answer = self.queue.start_at_once(request, self.now)
+        refusal = by_plan.offer(request, self.now)
+        if refusal is not None:
+            assert answer is refusal
+            return
+        batch = by_plan.plan_batch(self.now)
+        planned = [start for start in batch.starts if start.request.model_version == model]
+        if isinstance(answer, Start):
+            assert before_it == 0, "nobody is passed"
+            assert planned == [answer]
+            self.admitted.add(self.number)
+            self.ends[self.number] += 1
+            self.running[self.number] = answer
+        else:
+            assert answer is None
+            assert before_it or not planned, "what could start at once does"
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:

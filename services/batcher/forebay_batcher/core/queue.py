@@ -171,17 +171,32 @@ class Queue:
         for model_version in self._overdue_was_last.keys() - capacities.keys():
             del self._overdue_was_last[model_version]
 
+    def start_at_once(self, request: Request, now: float) -> Start | Reason | None:
+        """Start a request that nobody waits before, or say why it may not even wait.
+
+        Does exactly what `offer`, `plan_batch` and `apply` would do of it. None, and no change,
+        where it would not start by them, or where the plan has to tell.
+        """
+        refusal = self._why_refused(request, now)
+        if refusal is not None:
+            return refusal
+        model_version = request.model_version
+        if model_version in self._queued or not self._free(model_version):
+            return None
+        if self._expires_at(request) <= now:
+            return None
+        overdue_at, _ = self._due_at(request)
+        overdue = overdue_at <= now and not self._overdue_was_last.get(model_version, False)
+        start = Start(request, self._capacities[model_version], overdue)
+        self._begin(start)
+        return start
+
     def offer(self, request: Request, now: float) -> Reason | None:
         """Let a request wait, or say why not."""
         assert request.number not in self._waiting and request.number not in self._running
-        if request.deadline is not None and request.deadline <= now:
-            return Reason.DEADLINE_EXCEEDED
-        if request.model_version not in self._capacities:
-            return Reason.MODEL_NOT_LOADED
-        if self._depths[request.priority] >= self._limits.classes[request.priority].queued_max:
-            return Reason.QUEUE_FULL
-        if self._queued_bytes + request.size_bytes > self._limits.queued_bytes_max:
-            return Reason.QUEUE_FULL
+        refusal = self._why_refused(request, now)
+        if refusal is not None:
+            return refusal
         self._waiting[request.number] = request
         lane = self._lanes.setdefault((request.model_version, request.priority), _Lane())
         lane.add(request, self._expires_at(request))
@@ -227,11 +242,8 @@ class Queue:
         for leave in batch.leaves:
             self._remove(leave.request.number)
         for start in batch.starts:
-            request = start.request
-            self._remove(request.number)
-            self._running[request.number] = start
-            self._in_flight[request.model_version, start.capacity.generation] += 1
-            self._overdue_was_last[request.model_version] = start.overdue
+            self._remove(start.request.number)
+            self._begin(start)
 
     def next_expiry(self) -> float | None:
         """When the first waiting request expires."""
@@ -246,6 +258,23 @@ class Queue:
             placed.extend((place, s.request.number, s.request) for place, s in enumerate(order))
         placed.sort(key=lambda entry: entry[:2])
         return [request for _, _, request in placed[:limit]]
+
+    def _why_refused(self, request: Request, now: float) -> Reason | None:
+        if request.deadline is not None and request.deadline <= now:
+            return Reason.DEADLINE_EXCEEDED
+        if request.model_version not in self._capacities:
+            return Reason.MODEL_NOT_LOADED
+        if self._depths[request.priority] >= self._limits.classes[request.priority].queued_max:
+            return Reason.QUEUE_FULL
+        if self._queued_bytes + request.size_bytes > self._limits.queued_bytes_max:
+            return Reason.QUEUE_FULL
+        return None
+
+    def _begin(self, start: Start) -> None:
+        request = start.request
+        self._running[request.number] = start
+        self._in_flight[request.model_version, start.capacity.generation] += 1
+        self._overdue_was_last[request.model_version] = start.overdue
 
     def _free(self, model_version: str) -> int:
         capacity = self._capacities[model_version]
