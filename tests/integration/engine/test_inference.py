@@ -239,6 +239,31 @@ async def test_call_abandoned_in_the_engines_queue_leaves_it_within_a_quarter_se
         call.cancel()
 
 
+async def test_storm_of_abandoned_calls_disturbs_nobody_and_leaves_nothing(
+    slow_host: EngineHost,
+) -> None:
+    status = await slow_host.until_active()
+    descriptors = Path(f"/proc/{status.runner_pid}/fd")
+    runner = await slow_host.runner()
+    request = inference.GenerateRequest(
+        text="a", sampling=inference.SamplingOptions(max_tokens=20_000, ignore_eos=True)
+    )
+    steady = runner.Generate(request)
+    assert await steady.read()
+    before = len(list(descriptors.iterdir()))
+
+    for _ in range(10):
+        calls = [runner.Generate(request) for _ in range(300)]
+        await slow_host.until(lambda s: s.load.running + s.load.waiting == 301)
+        for call in calls:
+            call.cancel()
+        await slow_host.until(lambda s: s.load.running == 1 and s.load.waiting == 0)
+    assert (await steady.read()).token_ids
+    steady.cancel()
+    await slow_host.until(lambda s: s.load.running == 0)
+    assert len(list(descriptors.iterdir())) <= before
+
+
 async def test_message_over_the_limit_is_refused_and_its_connection_lives(tmp_path: Path) -> None:
     async with running_host(tmp_path, [a_spec()], message_bytes_max=4096) as host:
         runner = await host.runner()

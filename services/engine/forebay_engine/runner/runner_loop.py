@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 _SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _HEARTBEAT_S = 1.0
 _STREAMS_TO_REFUSE = 64
+_RESETS_PER_REQUEST = 10
 _REASON_CHARACTERS_MAX = 300
 _PATH = re.compile(r"(?:/[\w.@+-]+){2,}")
 
@@ -208,12 +209,17 @@ def _exit(code: int) -> NoReturn:
 
 
 def _limits(options: config.Config) -> Limits:
+    resets = max(Limits().nuisances, _RESETS_PER_REQUEST * options.requests_max)
     return Limits(
         message_bytes=options.message_bytes_max,
         # All requests may come over one connection, and the one too many is refused with QUEUE_FULL
         # instead of waiting at its client.
         streams=options.requests_max + _STREAMS_TO_REFUSE,
         slow_reader_s=options.slow_reader_s,
+        # Whoever is on this host's socket may cancel all it has, again and again: to cut its
+        # connection would end everybody else's requests, too.
+        nuisances=resets,
+        nuisances_per_s=resets,
         # On a Unix socket there is nothing to spread anew by age.
         connection_age_s=0,
     )
