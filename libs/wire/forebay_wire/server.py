@@ -195,6 +195,8 @@ class Server:
         for wire in list(self._wires.all):
             for stream in list(wire.connection.streams.values()):
                 self.cut(stream, Reason.DRAINING)
+            # Some clients never answer the end of a TLS session, but close at this.
+            wire.connection.go_away(gracefully=False)
             wire.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wires.empty(), 1.0)
