@@ -224,7 +224,8 @@ class SyncEngine(rpc.InferenceServiceServicer):
         self._note(request, context)
         script = Script.read(request)
         left = concurrent.futures.Future[None]()
-        context.add_callback(lambda: left.set_result(None))
+        if not context.add_callback(lambda: left.set_result(None)):
+            left.set_result(None)
         for answer in script.answers():
             if script.gap_s:
                 concurrent.futures.wait([left], script.gap_s)
@@ -520,9 +521,9 @@ class Hops:
         self.closing.push_async_callback(channel.close)
         return channel
 
-    def stub(self, target: str | Server, **how: Any) -> rpc.InferenceServiceAsyncStub:
+    def stub(self, target: str | Server, **how: Any) -> Any:
         """A client of a hop; keywords as for `channel`."""
-        return rpc.InferenceServiceStub(self.channel(target, **how))  # type: ignore[return-value]
+        return rpc.InferenceServiceStub(self.channel(target, **how))
 
     @contextlib.contextmanager
     def sync_stub(
