@@ -18,7 +18,7 @@ from forebay_common import metadata as md
 from forebay_common.errors import ForebayError, Reason, from_status
 
 from forebay_wire.client import ClientPool
-from forebay_wire.core.connection import Connection, OnData, Stream
+from forebay_wire.core.connection import Connection
 from forebay_wire.core.frames import ErrorCode
 from forebay_wire.core.headers import (
     Headers,
@@ -32,6 +32,7 @@ from forebay_wire.core.headers import (
     timeout_field,
 )
 from forebay_wire.core.messages import Boundary, MessageError, MessageReader, frame
+from forebay_wire.core.stream import OnData, Stream
 from forebay_wire.metrics import GAP_BOUNDS_S, WireMetrics
 from forebay_wire.policy import Fail, Head, Outcome, Policy, Progress, Route
 

@@ -25,7 +25,6 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from forebay_wire.core.connection import Budget, Stream
 from forebay_wire.core.frames import ErrorCode
 from forebay_wire.core.headers import (
     RESPONSE_BLOCK,
@@ -49,6 +48,7 @@ from forebay_wire.core.messages import (
     decompress,
     frame,
 )
+from forebay_wire.core.stream import Budget, Stream
 from forebay_wire.policy import Head, Method
 from forebay_wire.relay import Call, Relay
 from forebay_wire.transport import Wire, Wires

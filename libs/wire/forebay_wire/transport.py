@@ -14,10 +14,11 @@ from typing import Any
 
 from forebay_common.errors import Reason
 
-from forebay_wire.core.connection import Budget, Connection, Stream
+from forebay_wire.core.connection import Connection
 from forebay_wire.core.frames import ErrorCode
 from forebay_wire.core.headers import Headers
 from forebay_wire.core.limits import Limits
+from forebay_wire.core.stream import Budget, Stream
 
 _log = logging.getLogger(__name__)
 

@@ -2,21 +2,21 @@
 
 Bytes go in through `receive`, bytes come out of `take`, and what happens is told to the receiver of
 each stream. Invariants: flow-control windows of both levels are kept in both directions; a fault of
-one stream ends that stream alone, a fault of the connection ends it with a GOAWAY; each stream that
-was opened or accepted gets exactly one of `on_reset` and a regular end.
+one stream ends that stream alone, a fault of the connection ends it with a GOAWAY; the receiver of
+a stream hears of its end once: by the peer's regular end of an answer, or by `on_reset`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 from forebay_wire.core import frames
-from forebay_wire.core.frames import MAX_FRAME_BYTES, ErrorCode, pack, unpack
+from forebay_wire.core.frames import MAX_FRAME_BYTES, ErrorCode, unpack
 from forebay_wire.core.headers import NO_TABLE, HeaderDecoder, HeaderError, Headers, size_of
 from forebay_wire.core.limits import Limits
+from forebay_wire.core.patience import Patience
+from forebay_wire.core.stream import Budget, Nobody, Receiver, Stream
 
 _log = logging.getLogger(__name__)
 # A header block may be this many times as large as the list that is allowed, so that the answer
@@ -24,43 +24,11 @@ _log = logging.getLogger(__name__)
 _BLOCK_SLACK = 8
 _CONTINUATIONS_MAX = 64
 _RESETS_REMEMBERED = 1024
-_NOTHING_FITS = -(1 << 40)
-_END_OF_DATA = b""
+_GAPS_REMEMBERED = 16
 _HTTP1_HINT = (
     b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\nconnection: close\r\n\r\n"
     b"This port takes gRPC over HTTP/2.\n"
 )
-
-OnData = Callable[[bytes, int, int], None]
-
-
-class Receiver(Protocol):
-    """Is told what happens on one stream. Must not raise; if it does, its stream is reset."""
-
-    def on_headers(self, headers: Headers, ended: bool) -> None:
-        """Headers came: the answer's, or trailers."""
-        ...
-
-    def on_data(self, data: bytes, start: int, end: int) -> None:
-        """Payload came: `data[start:end]`. `Stream.on_data` may be replaced by another method."""
-        ...
-
-    def on_end(self) -> None:
-        """The peer ended its side with the last DATA frame."""
-        ...
-
-    def on_reset(self, code: ErrorCode) -> None:
-        """The stream is no more: the peer reset it, broke the rules, or the connection ended."""
-        ...
-
-    def on_blocked(self) -> None:
-        """What was sent waits for the peer's window."""
-        ...
-
-    def on_drained(self) -> None:
-        """Nothing that was sent waits any more."""
-        ...
-
 
 class Owner(Protocol):
     """Is told what happens on a connection."""
@@ -86,256 +54,6 @@ class Owner(Protocol):
         ...
 
 
-class Budget:
-    """Bytes that may be kept, over many streams."""
-
-    __slots__ = ("left_bytes", "limit_bytes")
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.left_bytes = limit_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes that are kept now."""
-        return self.limit_bytes - self.left_bytes
-
-
-class Stream:
-    """One stream of a connection."""
-
-    __slots__ = (
-        "_ended_here",
-        "_ended_there",
-        "_final",
-        "_pending",
-        "connection",
-        "held",
-        "id",
-        "moved_bytes",
-        "on_data",
-        "pending_bytes",
-        "receive_left",
-        "receive_low",
-        "receive_window",
-        "receiver",
-        "stalled_bytes",
-        "stalled_since",
-        "window",
-    )
-
-    def __init__(
-        self, connection: Connection, stream_id: int, receiver: Receiver, receive_window: int
-    ) -> None:
-        self.connection = connection
-        self.id = stream_id
-        self.receiver = receiver
-        self.on_data: OnData = receiver.on_data
-        self.window = connection.peer_window
-        self.receive_window = receive_window
-        self.receive_left = receive_window
-        self.receive_low = receive_window // 2
-        self.held = False
-        """Whether the peer gets no more credit, because what it sends is not taken on."""
-        self.pending_bytes = 0
-        self.moved_bytes = 0
-        """Bytes that waited and were then sent; shows whether a slow reader moves at all."""
-        self.stalled_bytes = 0
-        self.stalled_since: float | None = None
-        self._pending: deque[bytes] | None = None
-        self._final: bytes | None = None
-        self._ended_here = False
-        self._ended_there = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it is still a stream of its connection."""
-        return self.connection.streams.get(self.id) is self
-
-    @property
-    def ended_here(self) -> bool:
-        """Whether our side has ended, or will once what waits is sent."""
-        return self._ended_here or self._final is not None
-
-    def send_headers(self, block: bytes) -> None:
-        """Send a header block that opens our side."""
-        self.connection.write_headers(self.id, block, end_stream=False)
-
-    def send(self, data: bytes, start: int, end: int) -> None:
-        """Send `data[start:end]` as DATA, now or when the peer's windows allow."""
-        length = end - start
-        connection = self.connection
-        if (
-            self._pending is None
-            and length <= self.window
-            and length <= connection.window
-            and length <= MAX_FRAME_BYTES
-        ):
-            self.window -= length
-            connection.window -= length
-            out = connection.out
-            if not out:
-                connection.owner.on_writable()
-            out.append(pack(length << 8, 0, self.id))
-            out.append(data[start:end])
-            return
-        self._wait(data[start:end])
-
-    def end(self) -> None:
-        """End our side after what was sent."""
-        if self.ended_here:
-            return
-        if self._pending is not None:
-            self._final = _END_OF_DATA
-            return
-        self.connection.write(pack(frames.DATA, frames.END_STREAM, self.id))
-        self._end_here()
-
-    def send_whole(self, data: bytes) -> None:
-        """Send DATA, and end our side with it."""
-        length = len(data)
-        connection = self.connection
-        if (
-            self._pending is None
-            and length <= self.window
-            and length <= connection.window
-            and length <= MAX_FRAME_BYTES
-        ):
-            self.window -= length
-            connection.window -= length
-            connection.write(pack(length << 8, frames.END_STREAM, self.id) + data)
-            self._end_here()
-            return
-        self._wait(data)
-        self.end()
-
-    def send_trailers(self, block: bytes) -> None:
-        """End our side with trailers, after what was sent."""
-        if self.ended_here:
-            return
-        if self._pending is not None:
-            self._final = block
-            return
-        self.connection.write_headers(self.id, block, end_stream=True)
-        self._end_here()
-
-    def cut(self, block: bytes) -> None:
-        """End our side with trailers at once; what waits is dropped."""
-        if self._ended_here or not self.is_open:
-            return
-        self._drop()
-        self._final = None
-        self.send_trailers(block)
-
-    def reset(self, code: ErrorCode) -> None:
-        """End the stream at once, both ways. Its receiver hears nothing of it."""
-        if self.is_open:
-            self.connection.reset(self, code)
-
-    def hold(self) -> None:
-        """Give the peer no more credit."""
-        self.held = True
-
-    def resume(self) -> None:
-        """Give the peer credit again."""
-        self.held = False
-        if self.receive_left < self.receive_low and not self._ended_there and self.is_open:
-            self.connection.replenish(self)
-
-    def pump(self) -> None:
-        """Send of what waits as much as the windows allow."""
-        connection, pending = self.connection, self._pending
-        if pending is None:
-            return
-        while pending:
-            room = min(self.window, connection.window, MAX_FRAME_BYTES)
-            if room <= 0:
-                return
-            part = pending.popleft()
-            if len(part) > room:
-                pending.appendleft(part[room:])
-                part = part[:room]
-            length = len(part)
-            self.window -= length
-            connection.window -= length
-            self.moved_bytes += length
-            self.pending_bytes -= length
-            connection.give_back(length)
-            connection.write(pack(length << 8, frames.DATA, self.id) + part)
-        self._pending = None
-        self.stalled_since = None
-        connection.blocked.pop(self.id, None)
-        final, self._final = self._final, None
-        if final is None:
-            self.receiver.on_drained()
-        elif final is _END_OF_DATA:
-            self.end()
-        else:
-            self.send_trailers(final)
-
-    def note_ended_there(self) -> None:
-        """The peer has ended its side."""
-        self._ended_there = True
-        self.on_data = self._refuse_data
-        if self._ended_here:
-            self.connection.forget(self)
-
-    @property
-    def ended_there(self) -> bool:
-        """Whether the peer has ended its side."""
-        return self._ended_there
-
-    def release(self) -> None:
-        """Give back what it keeps; it is no longer a stream of its connection."""
-        self._drop()
-        self._ended_here = True
-        self.window = _NOTHING_FITS
-        self.on_data = _ignore_data
-
-    def _wait(self, data: bytes) -> None:
-        if self.ended_here or not self.is_open:
-            return
-        first = self._pending is None
-        if self._pending is None:
-            self._pending = deque()
-        self._pending.append(data)
-        self.pending_bytes += len(data)
-        connection = self.connection
-        connection.blocked[self.id] = self
-        within = connection.keep(len(data))
-        # Part of it may go at once; a piece that is larger than a frame always comes this way.
-        self.pump()
-        if self._pending is None:
-            return
-        if not within:
-            connection.owner.on_overfull(self)
-        elif first:
-            self.receiver.on_blocked()
-
-    def _drop(self) -> None:
-        if self._pending is not None:
-            self.connection.give_back(self.pending_bytes)
-            self.connection.blocked.pop(self.id, None)
-            self._pending = None
-            self.pending_bytes = 0
-
-    def _end_here(self) -> None:
-        self._ended_here = True
-        self.window = _NOTHING_FITS
-        if self._ended_there:
-            self.connection.forget(self)
-        elif not self.connection.is_client:
-            # The answer is complete: the rest of the request is not wanted (RFC 9113 §8.1).
-            self.connection.reset(self, ErrorCode.NO_ERROR)
-
-    def _refuse_data(self, data: bytes, start: int, end: int) -> None:
-        self.connection.break_stream(self, ErrorCode.STREAM_CLOSED)
-
-
-def _ignore_data(data: bytes, start: int, end: int) -> None:
-    """Data that was under way when its stream was reset."""
-
-
 class Connection:
     """The state of one connection."""
 
@@ -353,7 +71,9 @@ class Connection:
         self.limits = limits
         self.is_client = is_client
         self.budget = budget
-        self.out: list[bytes] = []
+        self.out: list[bytes | memoryview] = []
+        self.unearned = 0
+        """How many pieces of `out` were forced by the peer and earn it no patience."""
         self.window = frames.DEFAULT_WINDOW_BYTES
         """What may be sent now; 0 while the transport is full."""
         self.peer_window = frames.DEFAULT_WINDOW_BYTES
@@ -376,7 +96,9 @@ class Connection:
         self._said_no_table = False
         self._decoder = HeaderDecoder(list_bytes_max=limits.header_bytes * _BLOCK_SLACK)
         self._assembling: _Assembly | None = None
-        self._receive_left = limits.connection_window_bytes
+        # The window of a connection cannot be made smaller than it is at first.
+        self._receive_window = max(limits.connection_window_bytes, frames.DEFAULT_WINDOW_BYTES)
+        self._receive_left = self._receive_window
         self._request_window = (
             limits.stream_window_bytes if is_client else limits.request_window_bytes
         )
@@ -385,9 +107,10 @@ class Connection:
         self._going_away: int | None = None
         self._peer_going_away = False
         self._reset_here: dict[int, None] = {}
-        self._patience = float(limits.nuisances)
-        self._patience_at = now
-        self._replies = 0
+        self._gaps: list[range] = []
+        """Streams that the peer passed over, the latest."""
+        self._pings_due = 0
+        self._patience = Patience(limits.nuisances, limits.nuisances_per_s, now)
         self._greet()
 
     # --- What its owner asks -------------------------------------------------------------------
@@ -398,6 +121,7 @@ class Connection:
         return (
             self.closed is None
             and not self._peer_going_away
+            and self._going_away is None
             and self._greeted
             and len(self.streams) < self.peer_streams
             and self._next_id < frames.MAX_STREAM_ID - 1
@@ -420,6 +144,7 @@ class Connection:
 
     def open(self, receiver: Receiver) -> Stream:
         """Open a stream; only when `can_open`."""
+        assert self.can_open, "the owner asks before it opens a stream"
         stream = Stream(self, self._next_id, receiver, self._request_window)
         self.streams[stream.id] = stream
         self._next_id += 2
@@ -428,10 +153,9 @@ class Connection:
     def take(self) -> bytes:
         """What must be written now."""
         out = self.out
-        # Whoever reads what we send may also acknowledge it.
-        patience = self._patience + max(0, len(out) // 2 - self._replies)
-        self._patience = min(patience, float(self.limits.nuisances))
-        self._replies = 0
+        if len(out) > self.unearned:
+            self._patience.earn(len(out) - self.unearned)
+        self.unearned = 0
         data = b"".join(out)
         out.clear()
         return data
@@ -451,6 +175,7 @@ class Connection:
 
     def ping(self, payload: bytes) -> None:
         """Ask for a sign of life; `acknowledged_ping` becomes the payload."""
+        self._pings_due += 1
         self.write(frames.frame(frames.PING, 0, 0, payload))
 
     def go_away(self, *, gracefully: bool) -> None:
@@ -523,6 +248,13 @@ class Connection:
         self.reset(stream, code)
         self._tell_reset(stream, code)
 
+    def blame(self, stream: Stream, code: ErrorCode) -> None:
+        """Reset a stream because its peer broke a rule. Who makes us reset many is cut: it would
+        get round the limit on streams that way."""
+        if self._bear():
+            self.unearned += 1
+            self.break_stream(stream, code)
+
     def replenish(self, stream: Stream) -> None:
         """Give credit for what was taken on."""
         increment = stream.receive_window - stream.receive_left
@@ -530,13 +262,15 @@ class Connection:
             stream.receive_left = stream.receive_window
             self.write(frames.window_update(stream.id, increment))
 
-    def keep(self, size: int) -> bool:
-        """Count bytes that wait; False when that is more than may."""
-        budget = self.budget
-        if budget is None:
-            return True
-        budget.left_bytes -= size
-        return budget.left_bytes >= 0
+    def keep(self, size: int) -> None:
+        """Count bytes that wait."""
+        if self.budget is not None:
+            self.budget.left_bytes -= size
+
+    @property
+    def is_overfull(self) -> bool:
+        """Whether more waits than may."""
+        return self.budget is not None and self.budget.left_bytes < 0
 
     def give_back(self, size: int) -> None:
         """Count bytes that wait no more."""
@@ -582,7 +316,7 @@ class Connection:
                     left = stream.receive_left = stream.receive_left - length
                     if left < stream.receive_low:
                         if left < 0:
-                            self.break_stream(stream, ErrorCode.FLOW_CONTROL_ERROR)
+                            self.blame(stream, ErrorCode.FLOW_CONTROL_ERROR)
                             continue
                         if not stream.held and not flags:
                             self.replenish(stream)
@@ -596,10 +330,14 @@ class Connection:
                     continue
             if not word & 0xFF:
                 received += length
-            self._read_frame(word & 0xFF, flags, stream_id & 0x7FFFFFFF, data[start:end])
+            # What was told of the last frame may have ended the connection.
+            if self.closed is None:
+                self._read_frame(word & 0xFF, flags, stream_id & 0x7FFFFFFF, data[start:end])
             if self.closed is not None:
                 return
             is_assembling = self._assembling is not None
+        if self.closed is not None:
+            return
         if offset < size:
             self._buffer = data[offset:]
         if received:
@@ -607,8 +345,8 @@ class Connection:
             self._receive_left -= received
             if self._receive_left < 0:
                 self.fail(ErrorCode.FLOW_CONTROL_ERROR)
-            elif self._receive_left < self.limits.connection_window_bytes // 2:
-                increment = self.limits.connection_window_bytes - self._receive_left
+            elif self._receive_left < self._receive_window // 2:
+                increment = self._receive_window - self._receive_left
                 self._receive_left += increment
                 self.write(frames.window_update(0, increment))
 
@@ -624,11 +362,9 @@ class Connection:
         else:
             settings.append((frames.MAX_CONCURRENT_STREAMS, limits.streams))
         greeting = frames.settings_frame(settings)
-        more = limits.connection_window_bytes - frames.DEFAULT_WINDOW_BYTES
+        more = self._receive_window - frames.DEFAULT_WINDOW_BYTES
         if more > 0:
             greeting += frames.window_update(0, more)
-        else:
-            self._receive_left = frames.DEFAULT_WINDOW_BYTES
         self.out.append((frames.PREFACE if self.is_client else b"") + greeting)
 
     def _read_preface(self, data: bytes) -> int:
@@ -688,13 +424,13 @@ class Connection:
             content = unpadded
         stream = self.streams.get(stream_id)
         if stream is None:
-            if stream_id not in self._reset_here and self._bear():
-                self.write(frames.rst_stream(stream_id, ErrorCode.STREAM_CLOSED))
+            if stream_id not in self._reset_here:
+                self._refuse(stream_id, ErrorCode.STREAM_CLOSED)
             return
         ended = bool(flags & frames.END_STREAM)
         stream.receive_left -= len(payload)
         if stream.receive_left < 0:
-            self.break_stream(stream, ErrorCode.FLOW_CONTROL_ERROR)
+            self.blame(stream, ErrorCode.FLOW_CONTROL_ERROR)
             return
         if not content and not ended and not self._bear():
             return
@@ -759,12 +495,12 @@ class Connection:
         if stream is None:
             self._take_first_headers(stream_id, headers, ended)
         elif stream.ended_there:
-            self.break_stream(stream, ErrorCode.STREAM_CLOSED)
+            self.blame(stream, ErrorCode.STREAM_CLOSED)
         elif not self.is_client and not ended:
             # After a request's headers only trailers may come.
-            self.break_stream(stream, ErrorCode.PROTOCOL_ERROR)
+            self.blame(stream, ErrorCode.PROTOCOL_ERROR)
         elif size_of(headers) > self.limits.header_bytes:
-            self.break_stream(stream, ErrorCode.ENHANCE_YOUR_CALM)
+            self.blame(stream, ErrorCode.ENHANCE_YOUR_CALM)
         else:
             if ended:
                 stream.note_ended_there()
@@ -775,30 +511,37 @@ class Connection:
 
     def _take_first_headers(self, stream_id: int, headers: Headers, ended: bool) -> None:
         if stream_id in self._reset_here:
+            self._bear()
             return
         if self.is_client:
             if self._is_idle(stream_id):
                 self.fail(ErrorCode.PROTOCOL_ERROR)
-            elif self._bear():
-                self.write(frames.rst_stream(stream_id, ErrorCode.STREAM_CLOSED))
+            else:
+                self._refuse(stream_id, ErrorCode.STREAM_CLOSED)
             return
         if stream_id % 2 == 0:
             self.fail(ErrorCode.PROTOCOL_ERROR)
             return
         if stream_id <= self._last_peer_id:
-            self.fail(ErrorCode.STREAM_CLOSED)
+            was_used = not any(stream_id in gap for gap in self._gaps)
+            self.fail(ErrorCode.STREAM_CLOSED if was_used else ErrorCode.PROTOCOL_ERROR)
             return
         if self._going_away is not None and stream_id > self._going_away:
             # Our GOAWAY said that it would not be looked at: the client sends it elsewhere.
             self._remember_reset(stream_id)
             return
+        if stream_id > self._last_peer_id + 2:
+            self._gaps.append(range(self._last_peer_id + 1, stream_id))
+            del self._gaps[:-_GAPS_REMEMBERED]
         self._last_peer_id = stream_id
         if len(self.streams) >= self.limits.streams:
-            if self._bear():
-                self.write(frames.rst_stream(stream_id, ErrorCode.REFUSED_STREAM))
-                self._remember_reset(stream_id)
+            self._refuse(stream_id, ErrorCode.REFUSED_STREAM)
+            self._remember_reset(stream_id)
             return
-        stream = Stream(self, stream_id, _Nobody(), self._request_window)
+        stream = Stream(self, stream_id, Nobody(), self._request_window)
+        if self.settings_sent_at is not None:
+            # The client may not have seen yet that its window is smaller than HTTP/2's own.
+            stream.receive_left = max(stream.receive_left, frames.DEFAULT_WINDOW_BYTES)
         self.streams[stream_id] = stream
         if ended:
             stream.note_ended_there()
@@ -807,13 +550,17 @@ class Connection:
             self.owner.on_request(stream, headers, ended=ended, oversized=oversized)
         except Exception:
             self._faulted(stream)
+        if ended and stream.is_open:
+            # The owner has put its own method there.
+            stream.refuse_data()
 
     def _read_window_update(self, stream_id: int, payload: bytes) -> None:
         if len(payload) != 4:
             self.fail(ErrorCode.FRAME_SIZE_ERROR)
             return
         increment = int.from_bytes(payload, "big") & 0x7FFFFFFF
-        if not self._bear():
+        if not self._patience.bear_update(self.now):
+            self.fail(ErrorCode.ENHANCE_YOUR_CALM)
             return
         if stream_id == 0:
             self._widen(increment)
@@ -824,11 +571,11 @@ class Connection:
                 self.fail(ErrorCode.PROTOCOL_ERROR)
             return
         if increment == 0:
-            self.break_stream(stream, ErrorCode.PROTOCOL_ERROR)
+            self.blame(stream, ErrorCode.PROTOCOL_ERROR)
             return
         stream.window += increment
         if stream.window > frames.MAX_WINDOW_BYTES:
-            self.break_stream(stream, ErrorCode.FLOW_CONTROL_ERROR)
+            self.blame(stream, ErrorCode.FLOW_CONTROL_ERROR)
             return
         self._pump(stream)
 
@@ -840,8 +587,11 @@ class Connection:
         if window > frames.MAX_WINDOW_BYTES:
             self.fail(ErrorCode.FLOW_CONTROL_ERROR)
         elif self._withheld is None:
+            were_all_waiting = self.window <= 0
             self.window = window
-            self._pump_all()
+            # While it was open, those who waited did so for their own windows.
+            if were_all_waiting:
+                self._pump_all()
         else:
             self._withheld = window
 
@@ -885,49 +635,68 @@ class Connection:
             elif self.settings_sent_at is None:
                 self._bear()
             else:
-                self.settings_sent_at = None
-                self._decoder.forbid_table()
+                self._take_acknowledgement()
         elif len(payload) % 6:
             self.fail(ErrorCode.FRAME_SIZE_ERROR)
         elif not self._greeted or self._bear():
-            for name, value in frames.read_settings(payload):
-                self._apply(name, value)
-                if self.closed is not None:
-                    return
-            self._reply(frames.pack(frames.SETTINGS, frames.ACK, 0))
-            self._greeted = True
-            self.owner.on_capacity()
+            self._take_settings(payload)
 
-    def _apply(self, name: int, value: int) -> None:
-        if name == frames.INITIAL_WINDOW_SIZE:
-            if value > frames.MAX_WINDOW_BYTES:
-                self.fail(ErrorCode.FLOW_CONTROL_ERROR)
-                return
-            change = value - self.peer_window
-            self.peer_window = value
+    def _take_acknowledgement(self) -> None:
+        """From here on the peer keeps to our settings."""
+        self.settings_sent_at = None
+        self._decoder.forbid_table()
+        excess = frames.DEFAULT_WINDOW_BYTES - self._request_window
+        if excess > 0 and not self.is_client:
             for stream in list(self.streams.values()):
+                stream.receive_left -= excess
+                if not stream.held:
+                    stream.resume()
+
+    def _take_settings(self, payload: bytes) -> None:
+        settings: dict[int, int] = {}
+        for name, value in frames.read_settings(payload):
+            fault = self._fault_of(name, value)
+            if fault is not None:
+                self.fail(fault)
+                return
+            settings[name] = value
+        self.peer_streams = settings.get(frames.MAX_CONCURRENT_STREAMS, self.peer_streams)
+        # Only the last of several values counts: a frame of thousands, times as many streams,
+        # would be cheap to send and dear to obey.
+        window = settings.get(frames.INITIAL_WINDOW_SIZE, self.peer_window)
+        change, self.peer_window = window - self.peer_window, window
+        if change:
+            for stream in self.streams.values():
                 stream.window += change
                 if stream.window > frames.MAX_WINDOW_BYTES:
                     self.fail(ErrorCode.FLOW_CONTROL_ERROR)
                     return
-                if change > 0:
-                    self._pump(stream)
-        elif name == frames.MAX_CONCURRENT_STREAMS:
-            self.peer_streams = value
-        elif name == frames.MAX_FRAME_SIZE:
-            if not MAX_FRAME_BYTES <= value < 2**24:
-                self.fail(ErrorCode.PROTOCOL_ERROR)
-        elif name == frames.ENABLE_PUSH and (value > 1 or (value == 1 and self.is_client)):
-            self.fail(ErrorCode.PROTOCOL_ERROR)
+        # Ahead of any DATA that the new window allows: a peer may count it from then on.
+        self._reply(frames.pack(frames.SETTINGS, frames.ACK, 0))
+        self._greeted = True
+        if change > 0:
+            self._pump_all()
+        self.owner.on_capacity()
+
+    def _fault_of(self, name: int, value: int) -> ErrorCode | None:
+        """What is wrong with a setting; those we do not know are ignored."""
+        if name == frames.INITIAL_WINDOW_SIZE and value > frames.MAX_WINDOW_BYTES:
+            return ErrorCode.FLOW_CONTROL_ERROR
+        if name == frames.MAX_FRAME_SIZE and not MAX_FRAME_BYTES <= value < 2**24:
+            return ErrorCode.PROTOCOL_ERROR
+        if name == frames.ENABLE_PUSH and (value > 1 or (value == 1 and self.is_client)):
+            return ErrorCode.PROTOCOL_ERROR
+        return None
 
     def _read_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
         if stream_id != 0:
             self.fail(ErrorCode.PROTOCOL_ERROR)
         elif len(payload) != 8:
             self.fail(ErrorCode.FRAME_SIZE_ERROR)
-        elif flags & frames.ACK:
+        elif flags & frames.ACK and self._pings_due:
+            self._pings_due -= 1
             self.acknowledged_ping = payload
-        elif self._bear():
+        elif self._bear() and not flags & frames.ACK:
             self._reply(frames.frame(frames.PING, frames.ACK, 0, payload))
 
     def _read_goaway(self, stream_id: int, payload: bytes) -> None:
@@ -938,6 +707,8 @@ class Connection:
             self.fail(ErrorCode.FRAME_SIZE_ERROR)
             return
         last_id = int.from_bytes(payload[:4], "big") & 0x7FFFFFFF
+        if self._peer_going_away and not self._bear():
+            return
         self._peer_going_away = True
         if self.is_client:
             # These the peer has not touched: they may be sent again elsewhere.
@@ -954,7 +725,7 @@ class Connection:
             code = ErrorCode.FRAME_SIZE_ERROR if wrong_size else ErrorCode.PROTOCOL_ERROR
             stream = self.streams.get(stream_id)
             if stream is not None:
-                self.break_stream(stream, code)
+                self.blame(stream, code)
             else:
                 self.fail(code)
         else:
@@ -975,19 +746,17 @@ class Connection:
         return stream_id > self._last_peer_id and stream_id not in self._reset_here
 
     def _reply(self, frame: bytes) -> None:
-        self._replies += 1
+        self.unearned += 1
         self.write(frame)
+
+    def _refuse(self, stream_id: int, code: ErrorCode) -> None:
+        """Reset what is no stream of ours."""
+        if self._bear():
+            self._reply(frames.rst_stream(stream_id, code))
 
     def _bear(self) -> bool:
         """Bear with a frame that costs its sender nothing; False when there were too many."""
-        self._patience -= 1
-        if self._patience > 0:
-            return True
-        limits = self.limits
-        earned = (self.now - self._patience_at) * limits.nuisances_per_s
-        self._patience_at = self.now
-        self._patience = min(self._patience + earned, float(limits.nuisances))
-        if self._patience > 0:
+        if self._patience.bear(self.now):
             return True
         self.fail(ErrorCode.ENHANCE_YOUR_CALM)
         return False
@@ -1008,6 +777,7 @@ class Connection:
             return
         self.closed = code
         self._buffer = b""
+        self._assembling = None
         for stream in list(self.streams.values()):
             self.forget(stream)
             self._tell_reset(stream, ErrorCode.CONNECTION_LOST)
@@ -1024,28 +794,6 @@ class _Assembly:
         self.ended = ended
         self.parts = parts
         self.size_bytes = size_bytes
-
-
-class _Nobody:
-    """Receives for a stream that nobody has taken yet."""
-
-    def on_headers(self, headers: Headers, ended: bool) -> None:
-        """Nothing to do."""
-
-    def on_data(self, data: bytes, start: int, end: int) -> None:
-        """Nothing to do."""
-
-    def on_end(self) -> None:
-        """Nothing to do."""
-
-    def on_reset(self, code: ErrorCode) -> None:
-        """Nothing to do."""
-
-    def on_blocked(self) -> None:
-        """Nothing to do."""
-
-    def on_drained(self) -> None:
-        """Nothing to do."""
 
 
 def _without_padding(payload: bytes) -> bytes | None:
