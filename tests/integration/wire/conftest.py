@@ -7,7 +7,7 @@ import uvloop
 
 from tests.wire_tools import Certificates, Hops, make_certificates
 
-_ON_BOTH_LOOPS = ("test_relay", "test_tls")
+_ON_BOTH_LOOPS = ("test_relay", "test_tls", "test_http_front")
 
 
 def pytest_asyncio_loop_factories(
