@@ -60,7 +60,7 @@ class HttpServer:
 
         Args:
             address: `host:port`; port 0 takes a free one.
-            tls: serves HTTPS; it is changed to offer `http/1.1` by ALPN.
+            tls: serves HTTPS. By ALPN it should offer nothing but `http/1.1`.
             reuse_port: let other processes listen there, too.
 
         Raises:
@@ -68,8 +68,6 @@ class HttpServer:
         """
         host, _, port = address.rpartition(":")
         loop = self._loop = asyncio.get_running_loop()
-        if tls is not None:
-            tls.set_alpn_protocols(["http/1.1"])
         server = await loop.create_server(
             lambda: Connection(self),
             host.strip("[]") or None,
@@ -96,13 +94,17 @@ class HttpServer:
             server.close()
         for connection in list(self.connections):
             connection.drain()
+        await self._emptied()
+        for connection in list(self.connections):
+            connection.abort()
+        await self._emptied()
+        if self._sweep_timer is not None:
+            self._sweep_timer.cancel()
+
+    async def _emptied(self) -> None:
         if self.connections:
             self._is_empty.clear()
             await _within(self._is_empty, _LAST_WORDS_S)
-        for connection in list(self.connections):
-            connection.abort()
-        if self._sweep_timer is not None:
-            self._sweep_timer.cancel()
 
     def now(self) -> float:
         """See `http1.Front`."""
