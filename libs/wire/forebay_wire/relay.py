@@ -12,6 +12,7 @@ import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable
+from struct import Struct
 from typing import Protocol
 
 from forebay_common import metadata as md
@@ -31,7 +32,13 @@ from forebay_wire.core.headers import (
     request_block,
     timeout_field,
 )
-from forebay_wire.core.messages import Boundary, MessageError, MessageReader, frame
+from forebay_wire.core.messages import (
+    PREFIX_BYTES,
+    Boundary,
+    MessageError,
+    MessageReader,
+    frame,
+)
 from forebay_wire.core.stream import OnData, Stream
 from forebay_wire.metrics import GAP_BOUNDS_S, WireMetrics
 from forebay_wire.policy import Fail, Head, Outcome, Policy, Progress, Route
@@ -43,6 +50,11 @@ _PASSED_ON = frozenset((md.USAGE, md.REPLICA, md.REQUEST_ID))
 _RESENDS_MAX = 2
 _UNAVAILABLE = 14
 _BY_HTTP_STATUS = {429: _UNAVAILABLE, 502: _UNAVAILABLE, 503: _UNAVAILABLE, 504: _UNAVAILABLE}
+
+
+_length_of = Struct(">I").unpack_from
+_USUAL_ANSWER = [(b":status", b"200"), (b"content-type", b"application/grpc")]
+_USUAL_TRAILERS = {key.encode(): key for key in _PASSED_ON} | {b"grpc-status": ""}
 
 
 class Caller(Protocol):
@@ -152,17 +164,17 @@ class Call:
     __slots__ = (
         "_admission",
         "_answered",
-        "_attempt_began",
         "_boundary",
         "_caller",
         "_deadline",
         "_done",
-        "_error",
         "_forward",
         "_gaps",
         "_held",
         "_last_s",
         "_message",
+        "_message_bytes",
+        "_messages",
         "_relay",
         "_resends",
         "_route",
@@ -194,12 +206,12 @@ class Call:
         self._waits_at: str | None = None
         self._status = 0
         self._answered = False
-        self._attempt_began = False
         self._boundary: Boundary | None = None
-        self._error: ForebayError | None = None
         self._held = False
         self._done = False
         self._resends = 0
+        self._messages = 0
+        self._message_bytes = 0
         self._last_s = 0.0
         self._gaps = relay.metrics.gaps
 
@@ -272,7 +284,6 @@ class Call:
         stream = connection.open(self)
         self._stream = stream
         self._status = 0
-        self._attempt_began = False
         if self._held:
             stream.hold()
         stream.send_headers(block)
@@ -293,6 +304,14 @@ class Call:
 
     def on_headers(self, headers: Headers, ended: bool) -> None:
         """See `core.connection.Receiver`."""
+        if ended:
+            if self._status == 200 and (trailing := _usual_ending(headers)) is not None:
+                self._stream = None
+                self._succeed(trailing)
+                return
+        elif not self._status and headers == _USUAL_ANSWER:
+            self._status = 200
+            return
         try:
             if not self._status:
                 response = check_response(headers)
@@ -335,8 +354,6 @@ class Call:
             self.progress.first_message_s = time.monotonic()
             self._relay.metrics.answers += 1
             self._caller.begin(self)
-        self._attempt_began = True
-        self._boundary = Boundary()
         stream.on_data = self._pass_on
         self._pass_on(data, start, end)
 
@@ -371,16 +388,25 @@ class Call:
 
     def _pass_on(self, data: bytes, start: int, end: int) -> None:
         """Payload after the first. This is the token path: it runs once per token."""
-        stream, boundary = self._stream, self._boundary
-        if stream is None or boundary is None:
+        stream = self._stream
+        if stream is None:
             return
         now = stream.connection.now
         if now > self._last_s:
             self._gaps[bisect_left(GAP_BOUNDS_S, now - self._last_s)] += 1
             self._last_s = now
-        progress = self.progress
-        progress.messages += boundary.advance(data, start, end)
-        progress.message_bytes += end - start
+        self._message_bytes += end - start
+        # Nearly always a frame is one message; only else its boundaries must be followed.
+        if (
+            self._boundary is None
+            and end - start >= PREFIX_BYTES
+            and start + PREFIX_BYTES + _length_of(data, start + 1)[0] == end
+        ):
+            self._messages += 1
+        else:
+            if self._boundary is None:
+                self._boundary = Boundary()
+            self._messages += self._boundary.advance(data, start, end)
         self._forward(data, start, end)
 
     # --- The course of a call ------------------------------------------------------------------
@@ -437,27 +463,13 @@ class Call:
         """The attempt has ended by itself."""
         if self._done:
             return
-        trailing = self._relay.trailing + tuple(
-            (key, value) for key, value in trailers.metadata if key in _PASSED_ON
-        )
-        self.progress.trailing = trailing
+        trailing = tuple((key, value) for key, value in trailers.metadata if key in _PASSED_ON)
+        self.progress.trailing = self._relay.trailing + trailing
         code = trailers.code
         if code is None:
             code = 2 if self._status == 200 else _BY_HTTP_STATUS.get(self._status, 2)
-        is_whole = self._boundary is None or self._boundary.at_boundary
-        if code == 0 and is_whole:
-            self._done = True
-            self._stop()
-            usage = next((value for key, value in trailing if key == md.USAGE), None)
-            self.progress.usage = md.Usage.decode(usage) if usage is not None else None
-            if not self._answered:
-                self._answered = True
-                self._caller.begin(self)
-            self._tell().finish(trailing)
-            self._end(Outcome.SUCCEEDED, None)
-            return
         if code == 0:
-            self._fail_attempt(_broken())
+            self._succeed(trailing)
             return
         error = from_status(code, trailers.details)
         if error.reason is Reason.CANCELLED:
@@ -467,8 +479,27 @@ class Call:
             error = _expired() if self._is_expired() else lost
         self._fail_attempt(error)
 
+    def _succeed(self, trailing: md.Metadata) -> None:
+        """The attempt has ended well, with this of Forebay's own trailing metadata."""
+        if self._done:
+            return
+        if self._boundary is not None and not self._boundary.at_boundary:
+            self._fail_attempt(_broken())
+            return
+        self._done = True
+        self._stop()
+        progress = self.progress
+        for key, value in trailing:
+            if key == md.USAGE:
+                progress.usage = md.Usage.decode(value)
+        progress.trailing = self._relay.trailing + trailing
+        if not self._answered:
+            self._answered = True
+            self._caller.begin(self)
+        self._tell().finish(progress.trailing)
+        self._end(Outcome.SUCCEEDED, None)
+
     def _fail_attempt(self, error: ForebayError) -> None:
-        self._error = error
         self._admission = self._relay.loop.create_task(self._decide(error))
 
     async def _decide(self, error: ForebayError) -> None:
@@ -476,7 +507,7 @@ class Call:
         route = self._route
         assert route is not None, "only an attempt can fail"
         try:
-            decision = await self._relay.policy.on_failure(self.head, route, error, self.progress)
+            decision = await self._relay.policy.on_failure(self.head, route, error, self._count())
         except asyncio.CancelledError:
             raise
         except Exception:
@@ -500,6 +531,12 @@ class Call:
         else:
             self._attempt()
 
+    def _count(self) -> Progress:
+        """What has reached the caller so far; counted in the call itself while it flows."""
+        progress = self.progress
+        progress.messages, progress.message_bytes = self._messages, self._message_bytes
+        return progress
+
     def _tell(self) -> Caller:
         """Give the caller up for its last word: without this, both would wait for the collector."""
         caller, self._caller, self._forward = self._caller, _GONE, _GONE.forward
@@ -507,7 +544,7 @@ class Call:
 
     def _end(self, outcome: Outcome, error: ForebayError | None) -> None:
         assert self._route is not None, "only an admitted call ends"
-        metrics, progress = self._relay.metrics, self.progress
+        metrics, progress = self._relay.metrics, self._count()
         metrics.messages += progress.messages
         metrics.message_bytes += progress.message_bytes
         try:
@@ -565,7 +602,6 @@ class _Reader:
         self._messages: deque[bytes] = deque()
         self._reader = MessageReader(message_bytes)
         self._ended = False
-        self._error: ForebayError | None = None
         self._news = asyncio.Event()
         self._call: Call | None = None
 
@@ -608,6 +644,28 @@ class _Reader:
         """See `Caller`."""
         self._error = error
         self._news.set()
+
+
+def _usual_ending(headers: Headers) -> md.Metadata | None:
+    """What passes of the trailers of a call that ended well; None where there is more to look at.
+
+    Nearly all calls end so. Names that are known need no check, and values are checked by what
+    writes them.
+    """
+    passed: list[tuple[str, str]] = []
+    ended_well = False
+    for name, value in headers:
+        key = _USUAL_TRAILERS.get(name)
+        if key:
+            text = value.decode("latin-1")
+            if not (text.isascii() and text.isprintable()):
+                return None
+            passed.append((key, text))
+        elif key is None or value != b"0":
+            return None
+        else:
+            ended_well = True
+    return tuple(passed) if ended_well else None
 
 
 def _authority(target: str) -> str:

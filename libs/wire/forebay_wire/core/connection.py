@@ -491,15 +491,17 @@ class Connection:
             self.fail(ErrorCode.COMPRESSION_ERROR)
             return
         self.carried_at = self.now
+        limit = self.limits.header_bytes
+        oversized = self._decoder.may_exceed(len(block), limit) and size_of(headers) > limit
         stream = self.streams.get(stream_id)
         if stream is None:
-            self._take_first_headers(stream_id, headers, ended)
+            self._take_first_headers(stream_id, headers, ended=ended, oversized=oversized)
         elif stream.ended_there:
             self.blame(stream, ErrorCode.STREAM_CLOSED)
         elif not self.is_client and not ended:
             # After a request's headers only trailers may come.
             self.blame(stream, ErrorCode.PROTOCOL_ERROR)
-        elif size_of(headers) > self.limits.header_bytes:
+        elif oversized:
             self.blame(stream, ErrorCode.ENHANCE_YOUR_CALM)
         else:
             if ended:
@@ -509,7 +511,9 @@ class Connection:
             except Exception:
                 self._faulted(stream)
 
-    def _take_first_headers(self, stream_id: int, headers: Headers, ended: bool) -> None:
+    def _take_first_headers(
+        self, stream_id: int, headers: Headers, *, ended: bool, oversized: bool
+    ) -> None:
         if stream_id in self._reset_here:
             self._bear()
             return
@@ -545,7 +549,6 @@ class Connection:
         self.streams[stream_id] = stream
         if ended:
             stream.note_ended_there()
-        oversized = size_of(headers) > self.limits.header_bytes
         try:
             self.owner.on_request(stream, headers, ended=ended, oversized=oversized)
         except Exception:

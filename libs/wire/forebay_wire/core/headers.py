@@ -127,6 +127,10 @@ class HeaderDecoder:
         self._decoder.max_allowed_table_size = 0
         self._contextless = self._decoder.header_table_size == 0
 
+    def may_exceed(self, block_bytes: int, list_bytes: int) -> bool:
+        """Whether a block of this size may stand for more than `list_bytes` of list."""
+        return not self._contextless or block_bytes * _EXPANSION_MAX > list_bytes
+
     def decode(self, block: bytes) -> Headers:
         """Read a whole block; the list is the caller's.
 
