@@ -45,9 +45,10 @@ from forebay_wire.policy import Fail, Head, Outcome, Policy, Progress, Route
 
 _log = logging.getLogger(__name__)
 _PASSED_ON = frozenset((md.USAGE, md.REPLICA, md.REQUEST_ID))
-# A peer that ends its connection in order has not touched these requests: they are sent again
-# without asking the policy, at most this often.
-_RESENDS_MAX = 2
+# A peer that refuses a stream, or ends its connection in order, has not touched it: the request is
+# sent again without asking the policy, after these pauses. C-core's servers go on counting a stream
+# for a moment after its client has seen its end, and so refuse some that are within the limit.
+_RESEND_PAUSES_S = (0.0, 0.002, 0.01, 0.05, 0.25)
 _UNAVAILABLE = 14
 _BY_HTTP_STATUS = {429: _UNAVAILABLE, 502: _UNAVAILABLE, 503: _UNAVAILABLE, 504: _UNAVAILABLE}
 
@@ -175,6 +176,7 @@ class Call:
         "_message",
         "_message_bytes",
         "_messages",
+        "_pause",
         "_relay",
         "_resends",
         "_route",
@@ -204,6 +206,7 @@ class Call:
         self._admission: asyncio.Task[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._waits_at: str | None = None
+        self._pause: asyncio.TimerHandle | None = None
         self._status = 0
         self._answered = False
         self._boundary: Boundary | None = None
@@ -369,9 +372,14 @@ class Call:
         self._stream = None
         if self._done:
             return
-        if code is ErrorCode.REFUSED_STREAM and not self._status and self._resends < _RESENDS_MAX:
+        if (
+            code is ErrorCode.REFUSED_STREAM
+            and not self._status
+            and self._resends < len(_RESEND_PAUSES_S)
+        ):
+            pause_s = _RESEND_PAUSES_S[self._resends]
             self._resends += 1
-            self._attempt()
+            self._pause = self._relay.loop.call_later(pause_s, self._attempt)
             return
         if code is ErrorCode.CANCEL and self._is_expired():
             self._fail_attempt(_expired())
@@ -436,6 +444,7 @@ class Call:
         self._attempt()
 
     def _attempt(self) -> None:
+        self._pause = None
         route = self._route
         assert route is not None, "a call goes where its route says"
         pool = self._relay.pool
@@ -563,6 +572,9 @@ class Call:
         self._drop(ErrorCode.CANCEL)
 
     def _drop(self, code: ErrorCode) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
         if self._waits_at is not None:
             self._relay.pool.withdraw(self._waits_at, self)
             self._waits_at = None
@@ -602,6 +614,7 @@ class _Reader:
         self._messages: deque[bytes] = deque()
         self._reader = MessageReader(message_bytes)
         self._ended = False
+        self._error: ForebayError | None = None
         self._news = asyncio.Event()
         self._call: Call | None = None
 
