@@ -14,7 +14,8 @@ from email.utils import formatdate
 
 from forebay_wire.core.http1 import HttpLimits, Writer
 from forebay_wire.exchange import Find
-from forebay_wire.http1 import Connection, Http1Exchange, draining
+from forebay_wire.http1 import Connection
+from forebay_wire.http1_exchange import Http1Exchange, draining
 
 # After the grace, what was cut has this long to reach its client.
 _LAST_WORDS_S = 1.0
@@ -31,6 +32,7 @@ class HttpServer:
         self.writer = Writer("forebay")
         self.connections: set[Connection] = set()
         self.stalled: set[Connection] = set()
+        self.kept_bytes = 0
         self._unflushed: list[Connection] = []
         self._work: set[Http1Exchange] = set()
         self._is_idle = asyncio.Event()

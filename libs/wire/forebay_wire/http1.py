@@ -7,28 +7,18 @@ leaving is still seen. Every state but an answer in the making has a deadline, s
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import math
 from collections import deque
-from collections.abc import Awaitable, Iterable
 from enum import Enum
 from typing import Any, Protocol
 
 import httptools
-from forebay_common import metadata as md
 from forebay_common.errors import ForebayError, Reason
 
 from forebay_wire.core import http1 as core
-from forebay_wire.exchange import (
-    Endpoint,
-    Find,
-    Listener,
-    error_event,
-    error_headers,
-)
+from forebay_wire.exchange import Find
+from forebay_wire.http1_exchange import Http1Exchange, Work
 
-_log = logging.getLogger(__name__)
 # Parsed at once. Bounds how many pipelined requests are taken up in one turn of the loop.
 _SLICE_BYTES = 16 << 10
 # Kept unread behind a request in work.
@@ -40,19 +30,13 @@ _JOIN_BYTES = 64 << 10
 _NEVER = math.inf
 
 
-class Front(Protocol):
+class Front(Work, Protocol):
     """What a connection needs of its server."""
 
-    limits: core.HttpLimits
-    writer: core.Writer
     find: Find
     connections: set[Connection]
     stalled: set[Connection]
     """Those whose clients do not take what was written."""
-
-    @property
-    def draining(self) -> bool:
-        """Whether the process ends."""
 
     def forget(self, connection: Connection) -> None:
         """A connection is lost."""
@@ -60,17 +44,8 @@ class Front(Protocol):
     def now(self) -> float:
         """The loop's time, in seconds."""
 
-    def date(self) -> bytes:
-        """The time for a `Date` header, with the end of the head behind it."""
-
     def flush_later(self, connection: Connection) -> None:
         """Call its `flush` before the loop waits again."""
-
-    def began_work(self, exchange: Http1Exchange) -> None:
-        """An endpoint that a drain waits for has taken up an exchange."""
-
-    def ended_work(self, exchange: Http1Exchange) -> None:
-        """That exchange is answered, or its client is gone."""
 
 
 class _Phase(Enum):
@@ -79,213 +54,6 @@ class _Phase(Enum):
     BODY = "body"
     WORK = "work"
     CLOSING = "closing"
-
-
-class Http1Exchange:
-    """See `forebay_wire.exchange.Exchange`."""
-
-    __slots__ = (
-        "_connection",
-        "_first",
-        "_is_chunked",
-        "body",
-        "closes",
-        "endpoint",
-        "has_begun",
-        "head",
-        "is_answered",
-        "is_asked",
-        "is_complete",
-        "is_started",
-        "listener",
-        "parts",
-        "refusal",
-        "request_id",
-        "size",
-        "task",
-    )
-
-    def __init__(self, connection: Connection, head: core.RequestHead | None) -> None:
-        """`head` is None for what could not be read as a request."""
-        self._connection = connection
-        self._first = b""
-        self._is_chunked = True
-        self.head: core.RequestHead = head if head is not None else _NO_HEAD
-        self.request_id = md.request_id_from(self.head.text(b"x-request-id"))
-        self.body = b""
-        self.parts: list[bytes] = []
-        self.size = 0
-        """Of the body so far, in bytes."""
-        self.listener: Listener | None = None
-        self.endpoint: Endpoint | None = None
-        self.refusal: ForebayError | None = None
-        self.task: asyncio.Task[None] | None = None
-        self.closes = False
-        """The connection ends with this answer."""
-        self.is_asked = False
-        """The client was told to send the body."""
-        self.is_complete = False
-        """The whole request is read."""
-        self.is_started = False
-        self.has_begun = False
-        self.is_answered = False
-
-    def answer(
-        self,
-        body: bytes,
-        content_type: str = core.JSON,
-        *,
-        status: int = 200,
-        headers: Iterable[tuple[str, str]] = (),
-    ) -> None:
-        """See `Exchange`."""
-        if self.is_answered:
-            return
-        connection, front = self._connection, self._connection.front
-        self.closes = connection.ends_with(self)
-        option = "close" if self.closes else "keep-alive" if self.head.is_http_1_0 else ""
-        head = front.writer.whole(
-            status,
-            content_type,
-            len(body),
-            date=front.date(),
-            request_id=self.request_id,
-            connection=option,
-            extra=headers,
-        )
-        if self.head.method == "HEAD":
-            connection.write(head)
-        else:
-            connection.write(head)
-            connection.write(body)
-        self._finish()
-
-    def begin(self, content_type: str) -> None:
-        """See `Exchange`."""
-        if self.is_answered:
-            return
-        front = self._connection.front
-        self.has_begun = True
-        self._is_chunked = not self.head.is_http_1_0
-        self.closes = self._connection.ends_with(self) or not self._is_chunked
-        self._first = front.writer.stream(
-            content_type,
-            date=front.date(),
-            request_id=self.request_id,
-            chunked=self._is_chunked,
-            closes=self.closes,
-        )
-
-    def write(self, part: bytes) -> None:
-        """See `Exchange`."""
-        if self.is_answered:
-            return
-        framed = b"%x\r\n%b\r\n" % (len(part), part) if self._is_chunked else part
-        if self._first:
-            framed = self._first + framed
-            self._first = b""
-        self._connection.write(framed)
-
-    def end(self) -> None:
-        """See `Exchange`."""
-        if self.is_answered:
-            return
-        last = self._first + core.LAST_CHUNK if self._is_chunked else self._first
-        if last:
-            self._connection.write(last)
-        self._finish()
-
-    def fail(self, error: ForebayError) -> None:
-        """See `Exchange`."""
-        if self.has_begun:
-            self.write(error_event(error))
-            self.end()
-            return
-        document = json.dumps(error.openai_body()).encode()
-        self.answer(document, status=error.status.http, headers=error_headers(error))
-
-    def cut(self, error: ForebayError) -> None:
-        """Take the work away from whoever does it, and end with an error."""
-        self._let_go()
-        self.fail(error)
-
-    def abandon(self) -> None:
-        """The client is gone."""
-        if self.is_answered:
-            return
-        self.is_answered = True
-        self._let_go()
-        self._end_work()
-
-    def _let_go(self) -> None:
-        listener, self.listener = self.listener, None
-        if listener is not None:
-            listener.left()
-        if self.task is not None:
-            self.task.cancel()
-
-    def _finish(self) -> None:
-        self.is_answered = True
-        self.listener = None
-        self._end_work()
-        self._connection.answered()
-
-    def _end_work(self) -> None:
-        if self.endpoint is not None and self.endpoint.is_work:
-            self._connection.front.ended_work(self)
-
-    def start(self) -> None:
-        """Answer by the endpoint, or with the refusal."""
-        self.is_started = True
-        try:
-            if self.refusal is not None:
-                raise self.refusal
-            assert self.endpoint is not None, "what is not refused is served"
-            front = self._connection.front
-            self._assemble(front.limits)
-            if self.endpoint.is_work:
-                if front.draining:
-                    raise draining()
-                front.began_work(self)
-            later = self.endpoint.answer(self)
-            if later is not None:
-                self.task = asyncio.ensure_future(_finish(later))
-                self.task.add_done_callback(self._task_ended)
-        except Exception as error:
-            self._fail_with(error)
-
-    def _assemble(self, limits: core.HttpLimits) -> None:
-        parts = self.parts
-        self.body = parts[0] if len(parts) == 1 else b"".join(parts)
-        self.parts = []
-        encoding = self.head.headers.get(b"content-encoding")
-        if encoding is not None:
-            self.body = core.decode_body(self.body, encoding, limits)
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled():
-            return
-        error = task.exception()
-        if error is not None:
-            self._fail_with(error)
-
-    def _fail_with(self, error: BaseException) -> None:
-        if not isinstance(error, ForebayError):
-            _log.error("unexpected error in an HTTP exchange", exc_info=error)
-            error = ForebayError(Reason.INTERNAL, "An unexpected error happened here.")
-        self.fail(error)
-
-
-async def _finish(later: Awaitable[None]) -> None:
-    await later
-
-
-def draining() -> ForebayError:
-    """The refusal of a process that ends."""
-    return ForebayError(Reason.DRAINING, "This process is stopping; call another.", retry_after_s=1)
-
-
-_NO_HEAD = core.RequestHead("", "", {}, 0, is_http_1_0=False, keeps_alive=False, expects=False)
 
 
 class Connection(asyncio.Protocol):
@@ -474,11 +242,17 @@ class Connection(asyncio.Protocol):
         assert exchange is not None, "a body follows a head"
         exchange.size += len(part)
         if exchange.refusal is None:
-            if exchange.size > self.front.limits.body_bytes:
-                exchange.refusal = core.body_too_large(self.front.limits)
-                exchange.parts = []
+            front = self.front
+            if exchange.size > front.limits.body_bytes:
+                exchange.refusal = core.body_too_large(front.limits)
+                exchange.release()
+            elif front.kept_bytes > front.limits.request_bytes:
+                exchange.refusal = core.no_room()
+                exchange.release()
             else:
                 exchange.parts.append(part)
+                exchange.kept_bytes += len(part)
+                front.kept_bytes += len(part)
 
     def on_message_complete(self) -> None:
         """The request is whole."""
@@ -752,7 +526,7 @@ class Connection(asyncio.Protocol):
         self._phase = _Phase.CLOSING
         self._is_deaf = True
         self._ahead = b""
-        self._waiting.clear()
+        self._drop_waiting()
         self._incoming = None
         self.deadline = self.front.now() + _LINGER_S
         if self._transport.get_write_buffer_size():
@@ -773,8 +547,13 @@ class Connection(asyncio.Protocol):
     def _leave(self) -> None:
         if self._current is not None:
             self._current.abandon()
-        self._waiting.clear()
+        self._drop_waiting()
         self._is_deaf = True
+
+    def _drop_waiting(self) -> None:
+        for exchange in self._waiting:
+            exchange.release()
+        self._waiting.clear()
 
     def _watch_progress(self) -> None:
         self._unsent = self._transport.get_write_buffer_size()

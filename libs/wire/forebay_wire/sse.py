@@ -57,6 +57,8 @@ def relay_openai(
         message: its encoded CallOpenAIRequest.
         answer_bytes: largest answer that is kept until it is whole.
     """
+    # The message holds it.
+    exchange.body = b""
     caller = OpenAICaller(exchange, answer_bytes)
     caller.call = relay.call(head, message, caller)
     exchange.listener = caller

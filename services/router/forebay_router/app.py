@@ -178,6 +178,7 @@ def _tls(config: Config, protocol: str) -> ssl.SSLContext | None:
 def _http_limits(config: Config) -> HttpLimits:
     return HttpLimits(
         body_bytes=config.max_body_bytes,
+        request_bytes=config.max_request_bytes,
         header_bytes=config.max_header_bytes,
         headers=config.max_headers,
         answer_bytes=config.max_answer_bytes,

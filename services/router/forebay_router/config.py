@@ -96,7 +96,7 @@ class Config:
     )
     max_request_bytes: int = option(
         512 << 20,
-        "Most bytes of all gRPC requests that are in flight; more are refused with QUEUE_FULL.",
+        "Most bytes of all requests in flight, of gRPC and of HTTP each; more get QUEUE_FULL.",
         minimum=1 << 20,
     )
     max_connection_age_s: float = option(

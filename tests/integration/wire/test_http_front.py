@@ -286,6 +286,28 @@ async def test_a_small_body_that_grows_without_end_is_refused(start: StartSite) 
         assert (await client.answer()).status == 200
 
 
+async def test_all_bodies_together_are_bounded(start: StartSite) -> None:
+    site = await start(request_bytes=300_000)
+    clients = [await site.connect() for _ in range(4)]
+    for client in clients[:3]:
+        client.ask("/infer", b"x" * 100_000)
+    call = await site.relay.arrival(3)
+    clients[3].ask("/infer", b"x" * 100_000)
+    answer = await clients[3].answer()
+    assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+    call.fail(Reason.NO_REPLICA)
+    clients[3].ask("/infer", b"x" * 100_000)
+    (await site.relay.arrival(4)).fail(Reason.NO_REPLICA)
+    await clients[3].answer()
+    clients[3].send(a_post(b"Content-Length: 1000", body=b"half"))
+    for client in clients:
+        client.writer.transport.abort()
+    async with asyncio.timeout(BOUND_S):
+        while site.server.connections:
+            await asyncio.sleep(0)
+    assert site.server.kept_bytes == 0
+
+
 @pytest.mark.parametrize(
     "head",
     [
@@ -1040,6 +1062,7 @@ async def test_whatever_comes_nothing_breaks_and_nothing_hangs(
     async with asyncio.timeout(BOUND_S):
         while site.server.connections:
             await asyncio.sleep(0.01)
+    assert site.server.kept_bytes == 0
     assert {b"200", b"400"} <= statuses
     assert statuses <= {b"100", b"200", b"400", b"404", b"405", b"413", b"431"}
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []

@@ -40,6 +40,9 @@ class HttpLimits:
 
     body_bytes: int = 16 << 20
     """Largest body of a request, in bytes, before and after decompression."""
+    request_bytes: int = 512 << 20
+    """Most bytes of all bodies that are kept at once, while they come and until they are answered;
+    more are refused with QUEUE_FULL."""
     header_bytes: int = 32 << 10
     """Largest request line and header section together, in bytes."""
     headers: int = 100
@@ -164,6 +167,12 @@ def body_too_large(limits: HttpLimits) -> ForebayError:
     """The refusal of a body over `body_bytes`."""
     message = f"The body is larger than the {limits.body_bytes} bytes allowed."
     return ForebayError(Reason.BODY_TOO_LARGE, message)
+
+
+def no_room() -> ForebayError:
+    """The refusal of a body beyond `request_bytes`."""
+    message = "There is no room for more requests now."
+    return ForebayError(Reason.QUEUE_FULL, message, retry_after_s=1)
 
 
 def is_mostly_framing(wire_bytes: int, body_bytes: int) -> bool:
