@@ -576,6 +576,8 @@ class Connection:
         if increment == 0:
             self.blame(stream, ErrorCode.PROTOCOL_ERROR)
             return
+        if stream.ended_here and stream.id not in self.blocked:
+            return
         stream.window += increment
         if stream.window > frames.MAX_WINDOW_BYTES:
             self.blame(stream, ErrorCode.FLOW_CONTROL_ERROR)
