@@ -167,8 +167,9 @@ class Connection(asyncio.Protocol):
         self._leave()
         self._transport = None
         self.deadline = _NEVER
-        # It holds bound methods of ours.
+        # They refer to us.
         del self._parser
+        self._incoming = self._spoiled = None
 
     def pause_writing(self) -> None:
         """The client does not take what was written."""
@@ -545,8 +546,9 @@ class Connection(asyncio.Protocol):
             self._transport.close()
 
     def _leave(self) -> None:
-        if self._current is not None:
-            self._current.abandon()
+        current, self._current = self._current, None
+        if current is not None:
+            current.abandon()
         self._drop_waiting()
         self._is_deaf = True
 

@@ -224,9 +224,10 @@ class Http1Exchange:
     def start(self) -> None:
         """Answer by the endpoint, or with the refusal."""
         self.is_started = True
+        if self.refusal is not None:
+            self.fail(self.refusal)
+            return
         try:
-            if self.refusal is not None:
-                raise self.refusal
             assert self.endpoint is not None, "what is not refused is served"
             front = self._connection.front
             self._assemble(front.limits)

@@ -81,7 +81,7 @@ class OpenAICaller:
     )
 
     call: Call
-    """Set by whoever made the call."""
+    """Set by whoever made the call; gone when it has ended, so that the two are freed at once."""
 
     def __init__(self, exchange: Exchange, answer_bytes: int) -> None:
         self._exchange = exchange
@@ -102,13 +102,9 @@ class OpenAICaller:
         """Pass on what `data[start:end]` completes."""
         try:
             if self._streams and self._is_between:
-                flag, length = _unpack(data, start) if end - start >= PREFIX_BYTES else (1, 0)
-                if start + PREFIX_BYTES + length == end and not flag:
-                    body = body_of(data, start + PREFIX_BYTES, end)
-                    if body:
-                        self._exchange.write(body)
-                    return
-            self._take(data, start, end)
+                start = self._take_whole(data, start, end)
+            if start < end:
+                self._take(data, start, end)
         except (MessageError, DecodeError):
             self._give_up()
 
@@ -122,22 +118,39 @@ class OpenAICaller:
             self._exchange.end()
         else:
             self._exchange.answer(b"".join(self._kept), self._content_type)
+        del self.call
 
     def fail(self, error: ForebayError, trailing: Metadata) -> None:
         """End the answer with an error: as the answer, or as its last event."""
         self._exchange.fail(error)
+        del self.call
 
     def left(self) -> None:
-        """See `forebay_wire.http.Listener`."""
+        """See `forebay_wire.exchange.Listener`."""
         self.call.cancel()
+        del self.call
 
     def hold(self) -> None:
-        """See `forebay_wire.http.Listener`."""
+        """See `forebay_wire.exchange.Listener`."""
         self.call.hold()
 
     def resume(self) -> None:
-        """See `forebay_wire.http.Listener`."""
+        """See `forebay_wire.exchange.Listener`."""
         self.call.resume()
+
+    def _take_whole(self, data: bytes, start: int, end: int) -> int:
+        """Pass on the whole messages at the beginning; answers where the rest starts."""
+        part = b""
+        while end - start >= PREFIX_BYTES:
+            flag, length = _unpack(data, start)
+            stop = start + PREFIX_BYTES + length
+            if flag or stop > end:
+                break
+            part += body_of(data, start + PREFIX_BYTES, stop)
+            start = stop
+        if part:
+            self._exchange.write(part)
+        return start
 
     def _take(self, data: bytes, start: int, end: int) -> None:
         """The general way: messages that are cut anywhere, several at once, and the first one."""
@@ -175,6 +188,7 @@ class OpenAICaller:
         _log.error("a replica's answer could not be read or is too large")
         self.call.cancel()
         self._fail_here("The replica's answer cannot be passed on.")
+        del self.call
 
     def _fail_here(self, message: str) -> None:
         self._exchange.fail(ForebayError(Reason.INTERNAL, message))
