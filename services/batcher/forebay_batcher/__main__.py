@@ -64,7 +64,10 @@ async def serve(
     wire_limits = Limits(
         message_bytes=config.message_bytes_max,
         streams=config.streams_per_connection_max,
+        slow_reader_s=config.slow_reader_s,
         connection_age_s=0,
+        # A router whose callers all leave at once resets all of its streams.
+        nuisances=2 * config.streams_per_connection_max,
     )
     pool = ClientPool(wire_limits)
     engine = EngineLoop(

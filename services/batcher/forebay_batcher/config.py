@@ -81,6 +81,12 @@ class Config:
     streams_per_connection_max: int = option(
         4096, "Most calls at once on one connection of a router.", minimum=1, maximum=1 << 20
     )
+    slow_reader_s: float = option(
+        300.0,
+        "How long a router may take nothing of an answer before it is cut, in seconds; keep it "
+        "well above the router's own.",
+        minimum=1,
+    )
     announce_interval_s: float = option(
         1.0, "Least time between two announcements of load alone, in seconds.", minimum=0.05
     )

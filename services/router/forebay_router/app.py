@@ -158,6 +158,8 @@ def _limits(config: Config) -> Limits:
         held_bytes=config.max_held_bytes,
         request_bytes=config.max_request_bytes,
         slow_reader_s=config.slow_reader_s,
+        # A client that stops may reset all of its streams at once.
+        nuisances=max(1000, 2 * config.max_streams_per_connection),
         connection_age_s=config.max_connection_age_s,
         connection_age_grace_s=config.max_timeout_s,
         connections_per_peer=config.connections_per_replica,
