@@ -44,7 +44,9 @@ class Recorder:
         self._note("headers", [(bytes(k), bytes(v)) for k, v in headers], ended)
 
     def on_data(self, data: bytes, start: int, end: int) -> None:
-        self._note("data", data[start:end])
+        # How DATA was cut into frames means nothing, so what comes in a row is one.
+        before = self.told.pop()[1] if self.kinds[-1:] == ["data"] else b""
+        self._note("data", before + data[start:end])
 
     def on_end(self) -> None:
         self._note("end")

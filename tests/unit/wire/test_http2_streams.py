@@ -127,7 +127,7 @@ def test_data_and_resets_are_taken_on_an_open_stream() -> None:
     end = a_server()
     request = end.request(1)
     end.feed(data_frame(1, b"a"), data_frame(1, b"b"), window_update(1), rst_frame(1))
-    assert request.recorder.told == [("data", b"a"), ("data", b"b"), ("reset", CANCEL)]
+    assert request.recorder.told == [("data", b"ab"), ("reset", CANCEL)]
     assert not request.stream.is_open
 
 
@@ -376,7 +376,8 @@ def test_a_receiver_that_raises_loses_its_stream_alone(what: str) -> None:
     if what == "headers":
         end.feed(data_frame(3, b"x"), headers_frame(3, TRAILERS, ended=True))
     elif what == "data":
-        end.feed(data_frame(3, b"x"), data_frame(3, b"y"))
+        end.feed(data_frame(3, b"x"))
+        end.feed(data_frame(3, b"y"))
     elif what == "padded":
         end.feed(data_frame(3, b"x", padding=1), data_frame(3, b"y", padding=1))
     elif what == "end":
@@ -386,7 +387,7 @@ def test_a_receiver_that_raises_loses_its_stream_alone(what: str) -> None:
         end.feed(window_update(3, 66_000), window_update(0, 66_000))
     assert not request.stream.is_open
     assert request.recorder.resets == [ErrorCode.INTERNAL_ERROR]
-    assert request.recorder.kinds.count("data") <= 1
+    assert request.recorder.data in (b"", b"x")
     end.feed(data_frame(1, b"fine", ended=True))
     assert other.recorder.told == [("data", b"fine"), ("end",)]
     assert end.connection.closed is None
@@ -580,7 +581,7 @@ def test_padding_is_taken_off_data(padding: int) -> None:
     end.feed(
         data_frame(1, b"abc", padding=padding), data_frame(1, b"d", ended=True, padding=padding)
     )
-    assert request.recorder.told == [("data", b"abc"), ("data", b"d"), ("end",)]
+    assert request.recorder.told == [("data", b"abcd"), ("end",)]
 
 
 def test_large_header_blocks_of_ours_are_continued() -> None:
