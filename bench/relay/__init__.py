@@ -136,7 +136,8 @@ def _shapes_of(lane: Lane, wanted: set[str]) -> Iterable[Shape]:
 def _line(sample: Sample) -> str:
     verdict = "" if sample.is_valid else "   INVALID"
     return (
-        f"{sample.cpu_ms:.4f} ms CPU, TTFT {sample.ttft_us:.0f} µs, "
+        f"{sample.cpu_ms:.4f} ms CPU, TTFT {sample.ttft_us:.0f} µs "
+        f"({sample.reach_us:.0f} to the back end), "
         f"token {sample.token_us_p50:.0f}/{sample.token_us_p99:.0f} µs, "
         f"{sample.requests_per_s:.0f} requests/s, use {sample.subject_use:.2f}, "
         f"strangers {sample.bystanders_use:.2f}, "

@@ -143,7 +143,7 @@ static void take_message(struct stream *stream, const uint8_t *message, size_t l
       for (uint64_t i = 0; i < field.value; i++) tokens += field.data[i] < 128;
   }
   if (tokens == 0) return;
-  if (stream->tokens == 0) count_first(&load, now, stream->asked_ns);
+  if (stream->tokens == 0) count_first(&load, now, stream->asked_ns, sent_ns);
   stream->tokens += tokens;
   for (unsigned i = 0; i < tokens; i++) count_token(&load, now, sent_ns);
 }

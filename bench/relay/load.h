@@ -29,7 +29,7 @@ struct load {
   uint64_t began_ns, from_ns, until_ns; /* from_ns 0: not measuring yet. */
   unsigned started;
   uint64_t requests, received_tokens, errors;
-  struct histogram ttft, per_token, total;
+  struct histogram ttft, reach, per_token, total;
   double group_cpu_s[GROUPS_MOST], own_cpu_s; /* At the beginning of the window. */
 };
 
@@ -103,8 +103,10 @@ static void count_token(struct load *load, uint64_t now, uint64_t sent_ns) {
 }
 
 /* Also requests that began before the window are counted; of those, no times are taken. */
-static void count_first(struct load *load, uint64_t now, uint64_t asked_ns) {
-  if (load->from_ns && asked_ns >= load->from_ns) histogram_add(&load->ttft, now - asked_ns);
+static void count_first(struct load *load, uint64_t now, uint64_t asked_ns, uint64_t sent_ns) {
+  if (!load->from_ns || asked_ns < load->from_ns) return;
+  histogram_add(&load->ttft, now - asked_ns);
+  if (sent_ns > asked_ns) histogram_add(&load->reach, sent_ns - asked_ns);
 }
 
 static void count_request(struct load *load, uint64_t asked_ns) {
@@ -129,6 +131,7 @@ static void load_print(const struct load *load) {
          (unsigned long long)load->errors);
   printf(", \"ttft_us_p50\": %.1f, \"ttft_us_p99\": %.1f",
          histogram_quantile(&load->ttft, 0.5) / 1e3, histogram_quantile(&load->ttft, 0.99) / 1e3);
+  printf(", \"reach_us_p50\": %.1f", histogram_quantile(&load->reach, 0.5) / 1e3);
   printf(", \"token_us_p50\": %.1f, \"token_us_p99\": %.1f",
          histogram_quantile(&load->per_token, 0.5) / 1e3,
          histogram_quantile(&load->per_token, 0.99) / 1e3);

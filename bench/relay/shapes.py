@@ -68,6 +68,8 @@ class Sample:
     """CPU time of the measured processes per request of TOKENS tokens."""
     ttft_us: float
     """Median."""
+    reach_us: float
+    """Median; the part of it until the back end writes the first token."""
     token_us_p50: float
     """From the back end's write of a token to the generator's read of it."""
     token_us_p99: float
@@ -121,6 +123,7 @@ def measure(
     return Sample(
         cpu_ms=1000 * subject_s / answers if answers else float("nan"),
         ttft_us=found["ttft_us_p50"],
+        reach_us=found["reach_us_p50"],
         token_us_p50=found["token_us_p50"],
         token_us_p99=found["token_us_p99"],
         requests_per_s=answers / seconds,

@@ -90,7 +90,7 @@ static void take_stamps(struct stream *stream, uint64_t now) {
       continue;
     }
     at += STAMP_LENGTH;
-    if (stream->tokens++ == 0) count_first(&load, now, stream->asked_ns);
+    if (stream->tokens++ == 0) count_first(&load, now, stream->asked_ns, sent_ns);
     count_token(&load, now, sent_ns);
   }
   stream->scanned = (size_t)((at != NULL ? at : end) - start);
