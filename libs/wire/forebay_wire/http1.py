@@ -84,6 +84,7 @@ class Connection(asyncio.Protocol):
         "_unsent",
         "_upgrades",
         "_waiting",
+        "_will_flush",
         "deadline",
         "front",
     )
@@ -118,6 +119,7 @@ class Connection(asyncio.Protocol):
         self._waiting: deque[Http1Exchange] = deque()
         self._ahead = b""
         self._outgoing: list[bytes] = []
+        self._will_flush = False
         self._is_advancing = False
         self._is_reading_paused = False
         # The client's reading.
@@ -434,14 +436,24 @@ class Connection(asyncio.Protocol):
 
     def write(self, data: bytes) -> None:
         """Send bytes of the current exchange's answer, with all else of this turn of the loop."""
-        unsent = self._outgoing
-        if not unsent:
+        self.flush_later()
+        self._outgoing.append(data)
+
+    def flush_later(self) -> None:
+        """See `Carrier`."""
+        if not self._will_flush:
+            self._will_flush = True
             self.front.flush_later(self)
-        unsent.append(data)
 
     def flush(self) -> None:
         """Hand what was written to the transport."""
+        self._will_flush = False
         parts = self._outgoing
+        current = self._current
+        if current is not None and current.has_begun:
+            unsent = current.take_unsent()
+            if unsent:
+                parts.append(unsent)
         if not parts or self._transport is None:
             return
         self._outgoing = []

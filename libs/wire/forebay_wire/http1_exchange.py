@@ -52,6 +52,9 @@ class Carrier(Protocol):
     def write(self, data: bytes) -> None:
         """Send bytes of the current exchange's answer."""
 
+    def flush_later(self) -> None:
+        """Take what the current exchange has unsent before the loop waits again."""
+
     def answered(self) -> None:
         """The current exchange's answer is written."""
 
@@ -63,6 +66,7 @@ class Http1Exchange:
         "_connection",
         "_first",
         "_is_chunked",
+        "_unsent",
         "body",
         "closes",
         "endpoint",
@@ -85,6 +89,8 @@ class Http1Exchange:
         """`head` is None for what could not be read as a request."""
         self._connection = connection
         self._first = b""
+        """The head of an answer in parts, until it is sent."""
+        self._unsent: list[bytes] = []
         self._is_chunked = True
         self.head: core.RequestHead = head if head is not None else _NO_HEAD
         self.request_id = md.request_id_from(self.head.text(b"x-request-id"))
@@ -158,19 +164,29 @@ class Http1Exchange:
         """See `Exchange`."""
         if self.is_answered:
             return
-        framed = b"%x\r\n%b\r\n" % (len(part), part) if self._is_chunked else part
-        if self._first:
-            framed = self._first + framed
-            self._first = b""
-        self._connection.write(framed)
+        unsent = self._unsent
+        if not unsent:
+            self._connection.flush_later()
+        unsent.append(part)
+
+    def take_unsent(self) -> bytes:
+        """What was written since this was asked last, as it goes over the wire."""
+        unsent = self._unsent
+        if not unsent:
+            return b""
+        part = unsent[0] if len(unsent) == 1 else b"".join(unsent)
+        self._unsent = []
+        first, self._first = self._first, b""
+        if self._is_chunked:
+            return b"%b%x\r\n%b\r\n" % (first, len(part), part)
+        return first + part
 
     def end(self) -> None:
         """See `Exchange`."""
         if self.is_answered:
             return
-        last = self._first + core.LAST_CHUNK if self._is_chunked else self._first
-        if last:
-            self._connection.write(last)
+        last = core.LAST_CHUNK if self._is_chunked else b""
+        self._connection.write(self.take_unsent() + self._first + last)
         self._finish()
 
     def fail(self, error: ForebayError) -> None:

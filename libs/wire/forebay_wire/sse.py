@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from forebay_wire.core.http1 import JSON
 from forebay_wire.core.messages import PREFIX_BYTES, MessageError, MessageReader
-from forebay_wire.core.openai_answer import body_of, first_of
+from forebay_wire.core.openai_answer import body_of, first_of, sole_body
 from forebay_wire.exchange import Exchange
 from forebay_wire.policy import Head
 
@@ -71,7 +71,7 @@ class OpenAICaller:
         "_content_type",
         "_exchange",
         "_has_begun",
-        "_is_between",
+        "_is_usual",
         "_kept",
         "_kept_bytes",
         "_limit",
@@ -87,8 +87,8 @@ class OpenAICaller:
         self._exchange = exchange
         self._limit = answer_bytes
         self._reader: MessageReader | None = None
-        self._is_between = True
-        """No part of a message waits in the reader."""
+        self._is_usual = False
+        """It streams, and no part of a message waits in the reader."""
         self._has_begun = False
         self._streams = False
         self._content_type = JSON
@@ -100,8 +100,14 @@ class OpenAICaller:
 
     def forward(self, data: bytes, start: int, end: int) -> None:
         """Pass on what `data[start:end]` completes."""
+        if self._is_usual:
+            body = sole_body(data, start, end)
+            if body is not None:
+                if body:
+                    self._exchange.write(body)
+                return
         try:
-            if self._streams and self._is_between:
+            if self._is_usual:
                 start = self._take_whole(data, start, end)
             if start < end:
                 self._take(data, start, end)
@@ -110,7 +116,7 @@ class OpenAICaller:
 
     def finish(self, trailing: Metadata) -> None:
         """End the answer."""
-        if not self._is_between:
+        if self._reader is not None and not self._reader.at_boundary:
             self._fail_here("The replica's answer is cut short.")
         elif not self._has_begun:
             self._fail_here("The replica gave no answer.")
@@ -140,16 +146,15 @@ class OpenAICaller:
 
     def _take_whole(self, data: bytes, start: int, end: int) -> int:
         """Pass on the whole messages at the beginning; answers where the rest starts."""
-        part = b""
         while end - start >= PREFIX_BYTES:
             flag, length = _unpack(data, start)
             stop = start + PREFIX_BYTES + length
             if flag or stop > end:
                 break
-            part += body_of(data, start + PREFIX_BYTES, stop)
+            body = body_of(data, start + PREFIX_BYTES, stop)
+            if body:
+                self._exchange.write(body)
             start = stop
-        if part:
-            self._exchange.write(part)
         return start
 
     def _take(self, data: bytes, start: int, end: int) -> None:
@@ -157,7 +162,7 @@ class OpenAICaller:
         if self._reader is None:
             self._reader = MessageReader(self._limit)
         parts = [self._body_of(*message) for message in self._reader.feed(data, start, end)]
-        self._is_between = self._reader.at_boundary
+        self._is_usual = self._streams and self._reader.at_boundary
         part = b"".join(parts)
         if not part:
             return

@@ -628,39 +628,36 @@ async def test_a_client_that_leaves_cancels_what_runs_for_it(site: Site) -> None
     assert site.ended == ["cancelled"]
 
 
-async def fill(client: Client, site: Site) -> None:
-    """Stream to a client that does not read, until its call is held."""
+async def fill(client: Client, site: Site) -> bytes:
+    """Stream to a client that does not read, until its call is held; answers what was sent."""
     call = await site.relay.arrival()
     call.send(part(event("one"), SSE))
-    block = part(event("x" * 8_000))
+    sent, block = event("one"), event("x" * 8_000)
     async with asyncio.timeout(BOUND_S):
         while not call.is_held:
-            call.send(block)
+            call.send(part(block))
+            sent += block
             await asyncio.sleep(0)
+    return sent
 
 
 async def test_a_reader_that_is_slow_holds_its_call_and_loses_nothing(site: Site) -> None:
     client = await site.connect_slowly()
     client.ask("/infer", b"x")
-    await fill(client, site)
-    call = site.relay.calls[0]
+    sent = await fill(client, site)
+    [call] = site.relay.calls
     client.writer.transport.resume_reading()  # type: ignore[attr-defined]
-    await client.head()
-    received = await client.chunk()
-    block = event("x" * 8_000)
-    sent = 1
-    while call.is_held:
-        assert await client.chunk() == block
-    for _ in range(100):
+    receiving = asyncio.ensure_future(client.answer())
+    for number in range(200):
         async with asyncio.timeout(BOUND_S):
-            while call.is_held:
-                assert await client.chunk() == block
+            await call.may_send.wait()
+        block = event(f"{number} " * 4_000)
         call.send(part(block))
+        sent += block
+        await asyncio.sleep(0)
     call.finish()
-    while piece := await client.chunk():
-        assert piece == block
-        sent += 1
-    assert received == event("one")
+    assert (await receiving).body == sent
+    assert call.holds > 1
     client.writer.close()
 
 

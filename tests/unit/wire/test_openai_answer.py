@@ -2,7 +2,8 @@
 
 import pytest
 from forebay.inference.v1 import inference_service_pb2 as pb
-from forebay_wire.core.openai_answer import body_of, first_of
+from forebay_wire.core.messages import frame
+from forebay_wire.core.openai_answer import body_of, first_of, sole_body
 from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,6 +42,17 @@ def test_a_body_is_found_wherever_it_stands(
     assert body_of(data, len(before), len(before) + len(message)) == body
     found = first_of(data, len(before), len(before) + len(message))
     assert found == (content_type, body)
+    framed = before + frame(message) + b"behind"
+    end = len(framed) - len(b"behind")
+    sole = sole_body(framed, len(before), end)
+    assert sole == body or (sole is None and (content_type or len(message) < 3 or size_of(body)))
+    for cut in range(len(before), end, max(1, len(message) // 20)):
+        assert sole_body(framed, len(before), cut) is None
+
+
+def size_of(body: bytes) -> bool:
+    """Whether a body is one that is left to protobuf."""
+    return not body or len(body) >= 1 << 14
 
 
 def test_unusual_layouts_are_left_to_protobuf() -> None:
@@ -59,6 +71,9 @@ def test_unusual_layouts_are_left_to_protobuf() -> None:
     ):
         assert pb.CallOpenAIResponse.FromString(message).body == body
         assert body_of(message, 0, len(message)) == body
+        assert sole_body(frame(message), 0, len(message) + 5) in (None, body)
+        assert sole_body(frame(message, compressed=True), 0, len(message) + 5) is None
+        assert sole_body(frame(message) * 2, 0, 2 * (len(message) + 5)) is None
 
 
 @pytest.mark.parametrize(
