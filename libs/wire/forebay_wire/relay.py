@@ -40,7 +40,7 @@ from forebay_wire.core.messages import (
     frame,
 )
 from forebay_wire.core.stream import OnData, Stream
-from forebay_wire.metrics import GAP_BOUNDS_S, WireMetrics
+from forebay_wire.metrics import GAP_BOUNDS_S, TIMED_CALLS, WireMetrics
 from forebay_wire.policy import Fail, Head, Outcome, Policy, Progress, Route
 
 _log = logging.getLogger(__name__)
@@ -172,6 +172,7 @@ class Call:
         "_forward",
         "_gaps",
         "_held",
+        "_is_timed",
         "_last_s",
         "_message",
         "_message_bytes",
@@ -217,6 +218,7 @@ class Call:
         self._message_bytes = 0
         self._last_s = 0.0
         self._gaps = relay.metrics.gaps
+        self._is_timed = relay.metrics.calls % TIMED_CALLS == 0
 
     # --- What its caller asks ------------------------------------------------------------------
 
@@ -357,7 +359,7 @@ class Call:
             self.progress.first_message_s = time.monotonic()
             self._relay.metrics.answers += 1
             self._caller.begin(self)
-        stream.on_data = self._pass_on
+        stream.on_data = self._pass_on_timed if self._is_timed else self._pass_on
         self._pass_on(data, start, end)
 
     def on_end(self) -> None:
@@ -394,15 +396,19 @@ class Call:
     def on_drained(self) -> None:
         """See `core.connection.Receiver`."""
 
+    def _pass_on_timed(self, data: bytes, start: int, end: int) -> None:
+        """Payload after the first, of a call whose gaps are measured."""
+        if self._stream is not None:
+            now = self._stream.connection.now
+            if now > self._last_s:
+                self._gaps[bisect_left(GAP_BOUNDS_S, now - self._last_s)] += 1
+                self._last_s = now
+            self._pass_on(data, start, end)
+
     def _pass_on(self, data: bytes, start: int, end: int) -> None:
-        """Payload after the first. This is the token path: it runs once per token."""
-        stream = self._stream
-        if stream is None:
+        """Payload. This is the token path: it runs once per token."""
+        if self._stream is None:
             return
-        now = stream.connection.now
-        if now > self._last_s:
-            self._gaps[bisect_left(GAP_BOUNDS_S, now - self._last_s)] += 1
-            self._last_s = now
         self._message_bytes += end - start
         # Nearly always a frame is one message; only else its boundaries must be followed.
         if (
