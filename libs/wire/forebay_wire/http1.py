@@ -23,9 +23,11 @@ from forebay_wire.http1_exchange import Http1Exchange, Work
 _SLICE_BYTES = 16 << 10
 # Kept unread behind a request in work.
 _AHEAD_BYTES = 64 << 10
-# After a last answer the client has this long to read it and to close; it may be sending a body
-# meanwhile, and a close over unread bytes would reset the connection before the answer is read.
+# After a last answer the client has this long to read it and to close. A close over unread bytes of
+# a body would reset the connection before the answer is read: while more come, they are dropped, as
+# long as a body may take and up to so many times its limit.
 _LINGER_S = 2.0
+_DROPPED_BODIES = 8
 _JOIN_BYTES = 64 << 10
 _NEVER = math.inf
 
@@ -73,6 +75,7 @@ class Connection(asyncio.Protocol):
         "_is_in_head",
         "_is_reading_paused",
         "_is_stalled",
+        "_lingers_until",
         "_outgoing",
         "_parser",
         "_phase",
@@ -114,6 +117,7 @@ class Connection(asyncio.Protocol):
         self._is_deaf = False
         """Nothing that comes is read as requests any more."""
         self._dropped = 0
+        self._lingers_until = 0.0
         # Requests in order.
         self._current: Http1Exchange | None = None
         self._waiting: deque[Http1Exchange] = deque()
@@ -364,8 +368,10 @@ class Connection(asyncio.Protocol):
 
     def _drop(self, data: bytes) -> None:
         self._dropped += len(data)
-        if self._dropped > 2 * self.front.limits.body_bytes:
+        if self._dropped > _DROPPED_BODIES * self.front.limits.body_bytes:
             self._transport.abort()
+        elif self._phase is _Phase.CLOSING:
+            self.deadline = min(self.front.now() + _LINGER_S, self._lingers_until)
 
     def _go_on(self) -> None:
         """Take up what was kept behind a request that is answered now."""
@@ -541,7 +547,9 @@ class Connection(asyncio.Protocol):
         self._ahead = b""
         self._drop_waiting()
         self._incoming = None
-        self.deadline = self.front.now() + _LINGER_S
+        now = self.front.now()
+        self.deadline = now + _LINGER_S
+        self._lingers_until = now + max(_LINGER_S, self.front.limits.body_read_s)
         if self._transport.get_write_buffer_size():
             self._watch_progress()
 

@@ -251,22 +251,17 @@ async def test_a_body_far_too_large_is_refused_so_that_the_client_sees_it(
     start: StartSite, chunked: bool
 ) -> None:
     site = await start(body_bytes=100_000)
-    framing = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: 3000000"
+    framing = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: 750000"
     async with await site.connect() as client:
         client.send(b"POST /echo HTTP/1.1\r\nHost: x\r\n%b\r\n\r\n" % framing)
         if chunked:
-            client.send(b"2dc6c0\r\n")
-        for _ in range(3):
+            client.send(b"b71b0\r\n")
+        # Most clients send all of a body before they read anything.
+        for _ in range(15):
             client.send(b"x" * 50_000)
             await client.writer.drain()
-        answer = await client.answer()
-        assert answer.status == 413
-        with contextlib.suppress(ConnectionError):
-            for _ in range(57):
-                client.send(b"x" * 50_000)
-                await client.writer.drain()
-        with contextlib.suppress(ConnectionError):
-            await client.rest()
+        assert (await client.answer()).status == 413
+        assert await client.rest() == b""
 
 
 async def test_a_body_that_is_all_framing_is_refused(site: Site, client: Client) -> None:
