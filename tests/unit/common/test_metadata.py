@@ -1,3 +1,5 @@
+import os
+
 import pytest
 from forebay_common.metadata import Usage, request_id_from, texts
 from hypothesis import given
@@ -18,6 +20,10 @@ def test_a_malformed_usage_is_none_and_never_an_error(value: str) -> None:
     assert decoded is None or value.count(",") == 2
 
 
+def test_usage_of_more_digits_than_can_be_tokens_is_malformed() -> None:
+    assert Usage.decode("9" * 5000 + ",1,1") is None
+
+
 @pytest.mark.parametrize("value", [None, "", "a b", "a\nb", "x" * 129, "é"])
 def test_a_request_id_that_could_do_harm_is_replaced(value: str | None) -> None:
     made = request_id_from(value)
@@ -27,6 +33,18 @@ def test_a_request_id_that_could_do_harm_is_replaced(value: str | None) -> None:
 
 def test_a_harmless_request_id_is_kept() -> None:
     assert request_id_from("chat:42_a.b-c") == "chat:42_a.b-c"
+
+
+def test_a_forked_process_makes_ids_of_its_own() -> None:
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(write, request_id_from(None).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    with os.fdopen(read) as sent:
+        assert sent.read() != request_id_from(None)
 
 
 def test_binary_metadata_is_left_out() -> None:
