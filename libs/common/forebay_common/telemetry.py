@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata as packages
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import prometheus_client
 from opentelemetry import propagate, trace
@@ -34,16 +34,20 @@ from forebay_common.metadata import TRACEPARENT, TRACESTATE, Metadata
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROPAGATOR = TraceContextTextMapPropagator()
-# Version ff is none, and ids of zeros alone are invalid. What follows the flags is for a later
-# version to define.
+# Version ff is none, and ids of zeros alone are invalid. What follows the flags is for a version
+# later than 00 to define.
 _TRACEPARENT = re.compile(
-    r"(?!ff)(?P<version>[0-9a-f]{2})-(?!0{32})(?P<trace_id>[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}"
-    r"-(?P<flags>[0-9a-f]{2})(?P<more>-[\x20-\x7e]{0,256})?"
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+    r"(?:(?<!^00.{53})-[\x20-\x7e]{0,256})?"
 )
+_TRACE_ID = slice(3, 35)
+_FLAGS = slice(53, 55)
 _TRACESTATE_CHARS_MAX = 8192
 _CHILDREN_MAX = 1024
 
 _Metric = TypeVar("_Metric", bound=MetricWrapperBase)
+
+_provider: trace.TracerProvider | None = None
 
 
 def configure(
@@ -78,13 +82,21 @@ def configure(
         )
     )
     trace.set_tracer_provider(provider)
+    trace_with(provider)
+
+
+def trace_with(provider: trace.TracerProvider | None) -> None:
+    """Start all spans of this process with `provider`; none with None, as before `configure`."""
+    # OpenTelemetry's own global looks into the environment each time it is asked and not set, which
+    # costs every request that is not traced a microsecond.
+    global _provider  # noqa: PLW0603  # a process has one, as with OpenTelemetry's own
+    _provider = provider
 
 
 def shutdown() -> None:
     """Flush what is not exported yet; bounded by the exporter's timeout."""
-    provider = trace.get_tracer_provider()
-    if isinstance(provider, TracerProvider):
-        provider.shutdown()
+    if isinstance(_provider, TracerProvider):
+        _provider.shutdown()
 
 
 def version_of(distribution: str) -> str:
@@ -97,7 +109,7 @@ def version_of(distribution: str) -> str:
 
 def tracer() -> trace.Tracer:
     """The tracer of Forebay's own spans."""
-    return _tracer_of(trace.get_tracer_provider())
+    return _tracer_of(_provider if _provider is not None else trace.NoOpTracerProvider())
 
 
 def start_span(
@@ -121,13 +133,12 @@ def start_span(
         attributes: the span's.
         start_time: nanoseconds since the epoch; now when None.
     """
-    provider = trace.get_tracer_provider()
-    if isinstance(provider, trace.ProxyTracerProvider):
+    if _provider is None:
         return None
     parent = _parent_of(metadata)
-    if parent is not None and not parent.sampled and _follows_parent(provider):
+    if parent is not None and not _is_sampled(parent) and _follows_parent(_provider):
         return None
-    return _tracer_of(provider).start_span(
+    return _tracer_of(_provider).start_span(
         name,
         context=extract(metadata.items()),
         kind=kind,
@@ -147,23 +158,21 @@ def passed_on(metadata: Mapping[str, str], span: trace.Span | None) -> Metadata:
     """The trace context for the next hop: the span's, or without one the caller's own text."""
     if span is not None:
         return inject(context_of(span))
-    if _parent_of(metadata) is None:
+    parent = _parent_of(metadata)
+    if parent is None:
         return ()
-    traceparent = (TRACEPARENT, metadata[TRACEPARENT])
     tracestate = metadata.get(TRACESTATE)
     if tracestate is None or not _is_passable(tracestate):
-        return (traceparent,)
-    return (traceparent, (TRACESTATE, tracestate))
+        return ((TRACEPARENT, parent),)
+    return ((TRACEPARENT, parent), (TRACESTATE, tracestate))
 
 
-def trace_id_of(metadata: Mapping[str, str], span: trace.Span | None) -> str:
-    """The trace's id, 32 hexadecimal digits: the span's, or without one the caller's; empty where
-    there is none."""
-    if span is None:
-        parent = _parent_of(metadata)
-        return parent.trace_id if parent is not None else ""
-    context = span.get_span_context()
-    return trace.format_trace_id(context.trace_id) if context.is_valid else ""
+def trace_id_of(context: Metadata) -> str:
+    """The trace's id in what `passed_on` gave, 32 hexadecimal digits; empty where it gave none."""
+    for key, value in context:
+        if key == TRACEPARENT:
+            return value[_TRACE_ID]
+    return ""
 
 
 def extract(metadata: Iterable[tuple[str, str | bytes]] | None) -> Context:
@@ -188,18 +197,14 @@ def context_of(span: trace.Span) -> Context:
     return trace.set_span_in_context(span, Context())
 
 
-class _Parent(NamedTuple):
-    trace_id: str
-    sampled: bool
-
-
-def _parent_of(metadata: Mapping[str, str]) -> _Parent | None:
-    """The caller's span, as W3C Trace Context reads `traceparent`; None where it names none."""
+def _parent_of(metadata: Mapping[str, str]) -> str | None:
+    """`traceparent` where it names the caller's span as W3C Trace Context has it."""
     text = metadata.get(TRACEPARENT)
-    match = _TRACEPARENT.fullmatch(text) if text is not None else None
-    if match is None or (match["version"] == "00" and match["more"] is not None):
-        return None
-    return _Parent(match["trace_id"], bool(int(match["flags"], 16) & trace.TraceFlags.SAMPLED))
+    return text if text is not None and _TRACEPARENT.fullmatch(text) is not None else None
+
+
+def _is_sampled(traceparent: str) -> bool:
+    return bool(int(traceparent[_FLAGS], 16) & trace.TraceFlags.SAMPLED)
 
 
 def _is_passable(tracestate: str) -> bool:

@@ -28,12 +28,16 @@ from forebay_router.core.generate import check_embed, check_generate
 from forebay_router.core.openai import check_openai
 from forebay_router.core.place import Placement, Replica, View, place
 from forebay_router.core.refusal import RefusedError
-from forebay_router.core.resolve import resolve
+from forebay_router.core.resolve import Resolver
 from forebay_router.core.retry import Failure, Verdict, judge
 from forebay_router.core.wanted import MAX_MODEL_CHARS, Wanted
 from forebay_router.metrics import UNKNOWN_MODEL, Metrics
 from forebay_router.ports import CatalogueSource, ReplicaSource
 
+# To look a member up in its class takes longer than a comparison.
+_GENERATE, _EMBED = Method.GENERATE, Method.EMBED
+_SERVER = SpanKind.SERVER
+_LABELS = (md.TENANT, md.SESSION)
 _LABEL = re.compile(r"[\x21-\x7e]([\x20-\x7e]{0,254}[\x21-\x7e])?")
 
 
@@ -43,15 +47,17 @@ class _Flight:
 
     head: Head
     span: Span | None
+    trace: md.Metadata
+    """The trace context for the next hop."""
     record: Record
     started_s: float
     place_span: Span | None = None
     deadline: float = 0.0
-    model_version: str = ""
     passed_on: md.Metadata = ()
+    """What else of the caller's the next hop gets."""
     held: str | None = None
     """The replica whose place it holds."""
-    tried: set[str] = dataclasses.field(default_factory=set)
+    tried: tuple[str, ...] = ()
 
 
 class RouterPolicy:
@@ -69,7 +75,10 @@ class RouterPolicy:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._catalogue = catalogue
+        self._resolver = Resolver()
         self._fleet = fleet
+        self._ledger = fleet.ledger
+        self._down = fleet.down
         self._metrics = metrics
         self._recent = recent
         self._config = config
@@ -106,7 +115,7 @@ class RouterPolicy:
         try:
             self._check_room()
             self._enter(flight)
-            if not flight.model_version:
+            if not flight.record.model_version:
                 await self._listed(flight)
                 self._resolve(flight, wanted)
                 flight.place_span = start_child("place", flight.span)
@@ -147,7 +156,7 @@ class RouterPolicy:
         if placement.chosen is None:
             self._end_place(flight, placement)
             return Fail(_for_caller(error))
-        self._metrics.retries(error.reason.value).inc()
+        self._metrics.count_retry(error.reason.value)
         return Retry(self._route(flight, placement.chosen, placement))
 
     def on_end(
@@ -164,10 +173,12 @@ class RouterPolicy:
         self._end(flight, outcome, error, progress)
 
     def _begin(self, head: Head) -> _Flight:
-        attributes = {"forebay.request_id": head.request_id}
-        span = start_span("router", head.metadata, kind=SpanKind.SERVER, attributes=attributes)
-        record = Record(head.request_id, trace_id_of(head.metadata, span))
-        return _Flight(head, span, record, started_s=self._clock())
+        span = start_span("router", head.metadata, kind=_SERVER)
+        if span is not None:
+            span.set_attribute("forebay.request_id", head.request_id)
+        trace = passed_on(head.metadata, span)
+        record = Record(head.request_id, trace_id_of(trace))
+        return _Flight(head, span, trace, record, self._clock())
 
     def _enter(self, flight: _Flight) -> None:
         self._in_flight.add(flight)
@@ -186,10 +197,11 @@ class RouterPolicy:
             raise ForebayError(Reason.QUEUE_FULL, "The router is full.", retry_after_s=1)
 
     def _deadline_of(self, head: Head, now: float) -> float:
-        asked = now + self._config.default_timeout_s if head.deadline is None else head.deadline
+        config = self._config
+        asked = now + config.default_timeout_s if head.deadline is None else head.deadline
         if asked <= now:
             raise ForebayError(Reason.DEADLINE_EXCEEDED, "The deadline passed.")
-        return min(asked, now + self._config.max_timeout_s)
+        return min(asked, now + config.max_timeout_s)
 
     def _wait_until(self, flight: _Flight) -> float:
         return min(flight.deadline, self._clock() + self._config.no_replica_wait_s)
@@ -207,11 +219,12 @@ class RouterPolicy:
     def _resolve(self, flight: _Flight, wanted: Wanted) -> None:
         head = flight.head
         sticky_key = head.metadata.get(md.SESSION) or head.request_id
-        resolution = resolve(self._catalogue.current(), wanted.model, sticky_key=sticky_key)
-        flight.model_version = flight.record.model_version = resolution.model_version
+        flight.record.model_version = self._resolver.model_version(
+            self._catalogue.current(), wanted.model, sticky_key=sticky_key
+        )
 
     def _place(self, flight: _Flight) -> Placement:
-        view = View(flight.model_version, self._fleet.ledger, self._fleet.down, flight.tried)
+        view = View(flight.record.model_version, self._ledger, self._down, flight.tried)
         return place(self._fleet.replicas(), view, draw=self._rng)
 
     async def _place_waiting(self, flight: _Flight) -> Placement:
@@ -233,7 +246,7 @@ class RouterPolicy:
         if span is None:
             return
         if placement is not None:
-            span.set_attribute("forebay.candidates", len(placement.candidates))
+            span.set_attribute("forebay.candidates", len(placement.weighed))
             if placement.chosen is not None:
                 span.set_attribute("forebay.replica", placement.chosen.replica_id)
         span.end()
@@ -247,19 +260,20 @@ class RouterPolicy:
 
     def _route(self, flight: _Flight, replica: Replica, placement: Placement) -> Route:
         self._end_place(flight, placement)
-        flight.held = replica.replica_id
-        flight.tried.add(replica.replica_id)
-        self._fleet.ledger.begin(replica.replica_id, flight.model_version)
-        kept = most_telling(placement.candidates, limit=self._config.explain_candidates)
-        flight.record.attempts.append(Attempt(replica.replica_id, kept, self._clock()))
+        head, record, replica_id = flight.head, flight.record, replica.replica_id
+        flight.held = replica_id
+        flight.tried += (replica_id,)
+        self._ledger.begin(replica_id, record.model_version)
+        kept = most_telling(placement.weighed, limit=self._config.explain_candidates)
+        record.attempts.append(Attempt(replica_id, kept, self._clock()))
         return Route(
             target=replica.address,
             metadata=(
-                (md.REQUEST_ID, flight.head.request_id),
-                (md.MODEL, flight.model_version),
-                (md.ATTEMPT, str(len(flight.record.attempts))),
+                (md.REQUEST_ID, head.request_id),
+                (md.MODEL, record.model_version),
+                (md.ATTEMPT, str(len(record.attempts))),
                 *flight.passed_on,
-                *passed_on(flight.head.metadata, flight.span),
+                *flight.trace,
             ),
             deadline=flight.deadline,
             context=flight,
@@ -268,13 +282,13 @@ class RouterPolicy:
     def _end_attempt(self, flight: _Flight, word: str, progress: Progress) -> None:
         if flight.held is None:
             return
-        self._fleet.ledger.end(flight.held, flight.model_version)
+        record = flight.record
+        self._ledger.end(flight.held, record.model_version)
         flight.held = None
-        attempt = flight.record.attempts[-1]
+        attempt = record.attempts[-1]
         attempt.outcome = word
-        if progress.first_message_s is not None:
-            attempt.first_message_ms = (progress.first_message_s - attempt.started_s) * 1000
-        self._metrics.attempts(word).inc()
+        attempt.first_message_s = progress.first_message_s
+        self._metrics.count_attempt(word)
 
     def _end(
         self, flight: _Flight, outcome: Outcome, error: ForebayError | None, progress: Progress
@@ -289,28 +303,24 @@ class RouterPolicy:
     def _count(
         self, flight: _Flight, outcome: Outcome, error: ForebayError | None, progress: Progress
     ) -> None:
-        # Names that callers make up must not become labels.
-        model = flight.model_version or UNKNOWN_MODEL
-        method = flight.head.method.value
-        reason = error.reason.value if error is not None else ""
-        metrics = self._metrics
-        metrics.requests(model, method, outcome.value, reason).inc()
-        metrics.request_seconds(model, method).observe(self._clock() - flight.started_s)
-        if progress.first_message_s is not None:
-            first_s = progress.first_message_s - flight.started_s
-            metrics.first_message_seconds(model, method).observe(first_s)
-        if progress.usage is not None:
-            usage = progress.usage
-            metrics.tokens(model, "prompt").inc(usage.prompt_tokens)
-            metrics.tokens(model, "cached").inc(usage.cached_tokens)
-            metrics.tokens(model, "completion").inc(usage.completion_tokens)
+        first_s = progress.first_message_s
+        self._metrics.count_request(
+            # Names that callers make up must not become labels.
+            model=flight.record.model_version or UNKNOWN_MODEL,
+            method=flight.head.method,
+            outcome=outcome,
+            reason=error.reason.value if error is not None else "",
+            request_s=self._clock() - flight.started_s,
+            first_message_s=first_s - flight.started_s if first_s is not None else None,
+            usage=progress.usage,
+        )
 
 
 def _check(head: Head, message: bytes) -> Wanted:
     try:
-        if head.method is Method.GENERATE:
+        if head.method is _GENERATE:
             wanted = check_generate(inference.GenerateRequest.FromString(message))
-        elif head.method is Method.EMBED:
+        elif head.method is _EMBED:
             wanted = check_embed(inference.EmbedRequest.FromString(message))
         else:
             request = inference.CallOpenAIRequest.FromString(message)
@@ -328,20 +338,23 @@ def _check(head: Head, message: bytes) -> Wanted:
 
 def _passed_on(head: Head, wanted: Wanted) -> md.Metadata:
     """The metadata of the caller that the next hop gets, checked."""
-    priority_class = head.metadata.get(md.CLASS, md.CLASSES[0])
+    given = head.metadata
+    priority_class = given.get(md.CLASS, md.CLASSES[0])
     if priority_class not in md.CLASSES:
         message = f"'{md.CLASS}' must be one of {', '.join(md.CLASSES)}."
         raise ForebayError(Reason.INVALID_ARGUMENT, message, param=md.CLASS)
-    passed_on = [(md.CLASS, priority_class), (md.PROMPT_TOKENS, str(wanted.prompt_tokens))]
-    for key in (md.TENANT, md.SESSION):
-        value = head.metadata.get(key)
-        if value is None:
+    passed_on: md.Metadata = (
+        (md.CLASS, priority_class),
+        (md.PROMPT_TOKENS, str(wanted.prompt_tokens)),
+    )
+    for key in _LABELS:
+        if key not in given:
             continue
-        if not _LABEL.fullmatch(value):
+        if not _LABEL.fullmatch(given[key]):
             message = f"'{key}' must have 1 to 256 printable ASCII characters."
             raise ForebayError(Reason.INVALID_ARGUMENT, message, param=key)
-        passed_on.append((key, value))
-    return tuple(passed_on)
+        passed_on += ((key, given[key]),)
+    return passed_on
 
 
 def _as_error(failure: BaseException) -> ForebayError:
@@ -363,7 +376,7 @@ def _for_caller(error: ForebayError) -> ForebayError:
 
 
 def _word(outcome: Outcome, error: ForebayError | None) -> str:
-    return error.reason.value if error is not None else outcome.value
+    return error.reason.value if error is not None else outcome
 
 
 def _end_span(span: Span, record: Record, error: ForebayError | None, progress: Progress) -> None:

@@ -31,12 +31,12 @@ class ReplicaSource(Protocol):
 
     @property
     def ledger(self) -> Ledger:
-        """This router's own requests on them."""
+        """This router's own requests on them; always the same ledger."""
         ...
 
     @property
     def down(self) -> Container[str]:
-        """Ids of replicas that are held for down."""
+        """Ids of replicas that are held for down; always the same container."""
         ...
 
     @property

@@ -16,7 +16,6 @@ from forebay.engine.v1 import engine_service_pb2 as engine
 from forebay.inference.v1 import inference_service_pb2 as inference
 from forebay_common import metadata as md
 from forebay_common.errors import Reason, from_rpc_error
-from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -25,21 +24,15 @@ from .conftest import CHAT, Host, Runner, Running, Start, loaded, state_of, with
 
 pytestmark = pytest.mark.integration
 
-SPANS = InMemorySpanExporter()
-
 
 @pytest.fixture
-def spans() -> InMemorySpanExporter:
+def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     """Spans that ended during the test."""
-    provider = trace.get_tracer_provider()
-    if not isinstance(provider, TracerProvider):
-        provider = TracerProvider()
-        trace.set_tracer_provider(provider)
-    if not getattr(provider, "_kept_for_batcher_tests", False):
-        provider.add_span_processor(SimpleSpanProcessor(SPANS))
-        provider._kept_for_batcher_tests = True  # type: ignore[attr-defined]
-    SPANS.clear()
-    return SPANS
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr("forebay_common.telemetry._provider", provider)
+    return exporter
 
 
 async def first_part(call: Any) -> str:

@@ -5,7 +5,6 @@ from forebay_common import telemetry
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, DEFAULT_OFF, DEFAULT_ON, Sampler
-from opentelemetry.trace import ProxyTracerProvider
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 SPAN = "b7ad6b7169203331"
@@ -20,8 +19,8 @@ def provide(monkeypatch: pytest.MonkeyPatch) -> Provide:
     """Sets tracing up with a sampler, or not at all with None."""
 
     def set_up(sampler: Sampler | None) -> None:
-        provider = ProxyTracerProvider() if sampler is None else TracerProvider(sampler=sampler)
-        monkeypatch.setattr("opentelemetry.trace.get_tracer_provider", lambda: provider)
+        provider = None if sampler is None else TracerProvider(sampler=sampler)
+        monkeypatch.setattr("forebay_common.telemetry._provider", provider)
 
     return set_up
 
@@ -32,8 +31,9 @@ def test_without_tracing_there_is_no_span_and_the_callers_text_goes_on(
 ) -> None:
     provide(None)
     assert telemetry.start_span("router", metadata) is None
-    assert telemetry.passed_on({"x": "y", **metadata}, None) == tuple(metadata.items())
-    assert telemetry.trace_id_of(metadata, None) == (TRACE if metadata else "")
+    passed_on = telemetry.passed_on({"x": "y", **metadata}, None)
+    assert passed_on == tuple(metadata.items())
+    assert telemetry.trace_id_of(passed_on) == (TRACE if metadata else "")
 
 
 @pytest.mark.parametrize("sampler", [DEFAULT_ON, DEFAULT_OFF])
@@ -51,11 +51,12 @@ def test_a_sampled_caller_has_a_span_under_it(provide: Provide, sampler: Sampler
     span = telemetry.start_span("router", metadata)
     assert span is not None and span.is_recording()
     own = span.get_span_context().span_id
-    assert telemetry.passed_on(metadata, span) == (
+    passed_on = telemetry.passed_on(metadata, span)
+    assert passed_on == (
         ("traceparent", f"00-{TRACE}-{own:016x}-01"),
         ("tracestate", "vendor=1"),
     )
-    assert telemetry.trace_id_of(metadata, span) == TRACE
+    assert telemetry.trace_id_of(passed_on) == TRACE
     child = telemetry.start_child("place", span)
     assert child is not None
     assert child.get_span_context().trace_id == span.get_span_context().trace_id
@@ -75,9 +76,10 @@ def test_the_next_hop_is_told_that_a_trace_begun_here_is_not_sampled(
     span = telemetry.start_span("router", {})
     assert span is not None and not span.is_recording()
     assert telemetry.start_child("place", span) is None
-    [(key, value)] = telemetry.passed_on({}, span)
+    [(key, value)] = passed_on = telemetry.passed_on({}, span)
     assert key == "traceparent"
-    assert value.split("-")[1] == telemetry.trace_id_of({}, span)
+    own = trace.format_trace_id(span.get_span_context().trace_id)
+    assert value.split("-")[1] == own == telemetry.trace_id_of(passed_on)
     assert int(value.split("-")[3], 16) & 1 == 0
 
 
@@ -105,8 +107,9 @@ def test_a_traceparent_goes_on_where_opentelemetry_would_take_it(traceparent: st
     metadata = {"traceparent": traceparent, "tracestate": "vendor=1"}
     context = telemetry.extract(metadata.items())
     taken = trace.get_current_span(context).get_span_context().is_valid
-    assert telemetry.passed_on(metadata, None) == (tuple(metadata.items()) if taken else ())
-    assert bool(telemetry.trace_id_of(metadata, None)) == taken
+    passed_on = telemetry.passed_on(metadata, None)
+    assert passed_on == (tuple(metadata.items()) if taken else ())
+    assert bool(telemetry.trace_id_of(passed_on)) == taken
 
 
 @pytest.mark.parametrize("tracestate", ["vendor=é", "a=1\x00", "a=1\n", "a" * 8193])

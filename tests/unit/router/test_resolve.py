@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 from forebay_router.core.refusal import RefusedError
-from forebay_router.core.resolve import Catalogue, Model, Via, choose_version, resolve
+from forebay_router.core.resolve import Catalogue, Model, Resolver, Via, choose_version, resolve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +24,7 @@ def a_catalogue(*models: Model, **aliases: str) -> Catalogue:
 CATALOGUE = a_catalogue(
     a_model("chat", v1=90, v2=10, v3=0),
     a_model("idle", v1=0),
+    a_model("whole", v1=1, v2=0),
     default="chat",
     pinned="chat@v3",
     dangling="gone",
@@ -38,6 +39,7 @@ CATALOGUE = a_catalogue(
         ("chat@v3", {"chat@v3"}, Via.PIN),
         ("pinned", {"chat@v3"}, Via.PIN),
         ("idle@v1", {"idle@v1"}, Via.PIN),
+        ("whole", {"whole@v1"}, Via.SOLE),
     ],
 )
 def test_a_name_resolves_to_its_versions(name: str, versions: set[str], via: Via) -> None:
@@ -71,6 +73,26 @@ def test_a_models_own_name_wins_over_an_alias() -> None:
 def test_a_split_entry_of_a_deleted_version_gets_nothing() -> None:
     model = Model("chat", frozenset({"v1"}), {"v1": 1, "v2": 10_000})
     assert {choose_version(model, f"key {n}") for n in range(50)} == {"v1"}
+
+
+def test_a_resolver_gives_what_resolve_gives_while_catalogues_change() -> None:
+    resolver = Resolver()
+    later = a_catalogue(a_model("chat", v1=1), a_model("whole", v1=0, v2=1), pinned="whole@v1")
+    for catalogue in (CATALOGUE, later, CATALOGUE):
+        for name in ("chat", "whole", "pinned", "chat@v1", "chat", "whole"):
+            for n in range(20):
+                expected = resolve(catalogue, name, sticky_key=f"key {n}").model_version
+                given_now = resolver.model_version(catalogue, name, sticky_key=f"key {n}")
+                assert given_now == expected
+
+
+def test_a_resolver_remembers_no_name_that_is_not_found() -> None:
+    resolver = Resolver()
+    for _ in range(2):
+        with pytest.raises(RefusedError):
+            resolver.model_version(CATALOGUE, "nope", sticky_key="key")
+    added = a_catalogue(a_model("nope", v1=1))
+    assert resolver.model_version(added, "nope", sticky_key="key") == "nope@v1"
 
 
 @given(split=VERSIONS, key=st.text(max_size=40))

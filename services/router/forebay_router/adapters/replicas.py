@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import grpc
@@ -83,9 +83,9 @@ class Fleet:
         return self._ledger
 
     @property
-    def down(self) -> Marks:
+    def down(self) -> Set[str]:
         """Replicas that are held for down."""
-        return self._marks
+        return self._marks.down
 
     @property
     def revision(self) -> int:

@@ -6,21 +6,33 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from forebay_router.core.place import Candidate
+from forebay_router.core.place import Candidate, Exclusion, Weighed, candidates_of
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Attempt:
     """One try at one replica."""
 
     replica_id: str
-    candidates: tuple[Candidate, ...]
+    weighed: Sequence[Weighed]
     started_s: float
     outcome: str = ""
-    first_message_ms: float | None = None
+    first_message_s: float | None = None
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """What was weighed, to read."""
+        return candidates_of(self.weighed)
+
+    @property
+    def first_message_ms(self) -> float | None:
+        """From the attempt's start to its first message."""
+        if self.first_message_s is None:
+            return None
+        return (self.first_message_s - self.started_s) * 1000
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class Record:
     """One request."""
 
@@ -45,21 +57,25 @@ class Recent:
 
     def add(self, record: Record) -> None:
         """Remember a request, forgetting the oldest when there are too many."""
-        self._records.pop(record.request_id, None)
-        self._records[record.request_id] = record
-        while len(self._records) > self._limit:
-            self._records.popitem(last=False)
+        records = self._records
+        if record.request_id in records:
+            del records[record.request_id]
+        records[record.request_id] = record
+        if len(records) > self._limit:
+            records.popitem(last=False)
 
     def get(self, request_id: str) -> Record | None:
         """The record of a request, if it is still remembered."""
         return self._records.get(request_id)
 
 
-def most_telling(candidates: Sequence[Candidate], *, limit: int) -> tuple[Candidate, ...]:
+def most_telling(weighed: Sequence[Weighed], *, limit: int) -> Sequence[Weighed]:
     """The cheapest candidates, then the excluded ones, at most `limit`."""
-    if len(candidates) <= limit:
-        return tuple(candidates)
-    ordered = sorted(
-        candidates, key=lambda c: (c.excluded is not None, c.cost if c.cost is not None else 0.0)
-    )
-    return tuple(ordered[:limit])
+    if len(weighed) <= limit:
+        return weighed
+    return sorted(weighed, key=_rank)[:limit]
+
+
+def _rank(weighed: Weighed) -> tuple[bool, float]:
+    _, reason = weighed
+    return (True, 0.0) if isinstance(reason, Exclusion) else (False, reason)

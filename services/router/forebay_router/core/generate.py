@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from forebay.inference.v1.inference_service_pb2 import (
+    ChatMessage,
     EmbedRequest,
     GenerateRequest,
     SamplingOptions,
@@ -23,15 +24,15 @@ from forebay_router.core.wanted import (
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 # A comparison with NaN is false, so each bound says what is right instead of what is wrong.
-_BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    ("max_tokens", lambda value: value >= 1, "at least 1"),
-    ("temperature", lambda value: 0 <= value <= 2, "from 0 to 2"),
-    ("top_p", lambda value: 0 < value <= 1, "above 0 and at most 1"),
-    ("presence_penalty", lambda value: -2 <= value <= 2, "from -2 to 2"),
-    ("frequency_penalty", lambda value: -2 <= value <= 2, "from -2 to 2"),
-    ("repetition_penalty", lambda value: 0 < value < float("inf"), "above 0"),
-    ("logprobs", lambda value: value <= MAX_LOGPROBS, f"at most {MAX_LOGPROBS}"),
-)
+_BOUNDS: Mapping[str, tuple[Callable[[float], bool], str]] = {
+    "max_tokens": (lambda value: value >= 1, "at least 1"),
+    "temperature": (lambda value: 0 <= value <= 2, "from 0 to 2"),
+    "top_p": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    "presence_penalty": (lambda value: -2 <= value <= 2, "from -2 to 2"),
+    "frequency_penalty": (lambda value: -2 <= value <= 2, "from -2 to 2"),
+    "repetition_penalty": (lambda value: 0 < value < float("inf"), "above 0"),
+    "logprobs": (lambda value: value <= MAX_LOGPROBS, f"at most {MAX_LOGPROBS}"),
+}
 
 
 def check_generate(request: GenerateRequest) -> Wanted:
@@ -40,17 +41,24 @@ def check_generate(request: GenerateRequest) -> Wanted:
     Raises:
         RefusedError: INVALID_ARGUMENT naming the field.
     """
-    _check_model(request.model)
+    model = request.model
+    _check_model(model)
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise RefusedError("INVALID_ARGUMENT", "A prompt is required.", param="prompt")
-    if kind == "token_ids" and not request.token_ids.ids:
-        raise _empty("token_ids.ids")
-    if kind == "messages":
-        _check_messages(request)
+    if kind == "token_ids":
+        tokens = len(request.token_ids.ids)
+        if not tokens:
+            raise _empty("token_ids.ids")
+    elif kind == "messages":
+        messages = request.messages.messages
+        _check_messages(messages)
+        tokens = estimate_tokens(sum([len(message.content) for message in messages]))
+    else:
+        tokens = estimate_tokens(len(request.text))
     if request.HasField("sampling"):
         _check_sampling(request.sampling)
-    return Wanted(request.model, "generate_content", _prompt_tokens(request, kind))
+    return Wanted(model, "generate_content", tokens)
 
 
 def check_embed(request: EmbedRequest) -> Wanted:
@@ -82,10 +90,10 @@ def _check_model(model: str) -> None:
         raise RefusedError("INVALID_ARGUMENT", message, param="model")
 
 
-def _check_messages(request: GenerateRequest) -> None:
-    if not request.messages.messages:
+def _check_messages(messages: Sequence[ChatMessage]) -> None:
+    if not messages:
         raise _empty("messages")
-    for index, message in enumerate(request.messages.messages):
+    for index, message in enumerate(messages):
         if message.role not in ROLES:
             param = f"messages[{index}].role"
             text = f"'{param}' must be one of {', '.join(sorted(ROLES))}."
@@ -93,24 +101,23 @@ def _check_messages(request: GenerateRequest) -> None:
 
 
 def _check_sampling(sampling: SamplingOptions) -> None:
-    for field, is_right, bound in _BOUNDS:
-        if sampling.HasField(field) and not is_right(getattr(sampling, field)):  # type: ignore[arg-type]
-            param = f"sampling.{field}"
-            raise RefusedError("INVALID_ARGUMENT", f"'{param}' must be {bound}.", param=param)
-    if len(sampling.stop) > MAX_STOPS:
+    for field, value in sampling.ListFields():
+        if field.name == "stop":
+            _check_stops(value)
+        elif field.name in _BOUNDS:
+            is_right, bound = _BOUNDS[field.name]
+            if not is_right(value):
+                param = f"sampling.{field.name}"
+                raise RefusedError("INVALID_ARGUMENT", f"'{param}' must be {bound}.", param=param)
+
+
+def _check_stops(stops: Sequence[str]) -> None:
+    if len(stops) > MAX_STOPS:
         message = f"'sampling.stop' holds more than {MAX_STOPS} entries."
         raise RefusedError("INVALID_ARGUMENT", message, param="sampling.stop")
-    for index, stop in enumerate(sampling.stop):
+    for index, stop in enumerate(stops):
         if not stop:
             raise _empty(f"sampling.stop[{index}]")
-
-
-def _prompt_tokens(request: GenerateRequest, kind: str) -> int:
-    if kind == "token_ids":
-        return len(request.token_ids.ids)
-    if kind == "text":
-        return estimate_tokens(len(request.text))
-    return estimate_tokens(sum(len(message.content) for message in request.messages.messages))
 
 
 def _empty(param: str) -> RefusedError:

@@ -6,6 +6,8 @@ the mark: a report that came over a watch opened after it.
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 
 class Marks:
     """The set of replicas that are down, and how often each was marked."""
@@ -16,6 +18,11 @@ class Marks:
 
     def __contains__(self, replica_id: object) -> bool:
         return replica_id in self._down
+
+    @property
+    def down(self) -> Set[str]:
+        """The ids that are marked, to read: always the same set."""
+        return self._down
 
     def mark(self, replica_id: str) -> bool:
         """Hold a replica for down. Returns whether it was up until now."""

@@ -36,13 +36,14 @@ TopP: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 Prompt: TypeAlias = str | list[str | int | list[int]]
 
 
-class StreamOptions(Struct):
+# What JSON makes holds no cycles, so the collector need not look at any of these.
+class StreamOptions(Struct, gc=False):
     """`stream_options`."""
 
     include_usage: bool | None = None
 
 
-class Sampling(Struct, kw_only=True):
+class Sampling(Struct, kw_only=True, gc=False):
     """What chat and completions have in common."""
 
     model: ModelName
@@ -84,7 +85,7 @@ class Message(Struct, gc=False):
     tool_call_id: str | None = None
 
 
-class ChatBody(Sampling, kw_only=True):
+class ChatBody(Sampling, kw_only=True, gc=False):
     """`/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
@@ -96,7 +97,7 @@ class ChatBody(Sampling, kw_only=True):
     response_format: dict[str, Any] | None = None
 
 
-class CompletionBody(Sampling, kw_only=True):
+class CompletionBody(Sampling, kw_only=True, gc=False):
     """`/v1/completions`."""
 
     prompt: Prompt
@@ -106,7 +107,7 @@ class CompletionBody(Sampling, kw_only=True):
     suffix: str | None = None
 
 
-class EmbeddingBody(Struct, kw_only=True):
+class EmbeddingBody(Struct, kw_only=True, gc=False):
     """`/v1/embeddings`."""
 
     model: ModelName
@@ -141,7 +142,10 @@ def check_openai(path: str, body: bytes) -> Wanted:
         raise RefusedError("ROUTE_NOT_FOUND", "There is no such path here.", param="path")
     parsed = _decode(decoder, body)
     if isinstance(parsed, ChatBody):
-        characters = sum(_characters(message) for message in parsed.messages)
+        characters = 0
+        for message in parsed.messages:
+            content = message.content
+            characters += len(content) if isinstance(content, str) else _characters(content)
         return Wanted(parsed.model, "chat", estimate_tokens(characters))
     if isinstance(parsed, CompletionBody):
         _check_prompt(parsed.prompt, "prompt")
@@ -153,7 +157,8 @@ def check_openai(path: str, body: bytes) -> Wanted:
 def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Body:
     try:
         # The decoder skips unknown fields without reading their text, and the engine would choke.
-        str(body, "utf-8")
+        if not body.isascii():
+            str(body, "utf-8")
         parsed: Body = decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
@@ -218,10 +223,5 @@ def _estimate(prompt: Prompt) -> int:
     )
 
 
-def _characters(message: Message) -> int:
-    if isinstance(message.content, str):
-        return len(message.content)
-    return sum(
-        len(part) if isinstance(part, str) else len(part.text or "")
-        for part in message.content or ()
-    )
+def _characters(parts: list[str | ContentPart] | None) -> int:
+    return sum(len(part) if isinstance(part, str) else len(part.text or "") for part in parts or ())

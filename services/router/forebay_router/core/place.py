@@ -8,12 +8,12 @@ and a burst does not pile up on one replica between two reports.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 _SAME_COST = 1e-9
+_NOTHING: Mapping[str, int] = {}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,6 +50,11 @@ class Exclusion(StrEnum):
     TRIED = "tried"
 
 
+Weighed: TypeAlias = tuple[str, "float | Exclusion"]
+"""A replica's id, and its cost or why it is excluded. A plain tuple: every request makes one per
+replica."""
+
+
 class Candidate(NamedTuple):
     """A replica and what spoke for or against it."""
 
@@ -58,12 +63,18 @@ class Candidate(NamedTuple):
     excluded: Exclusion | None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+# Not frozen, like `View`: every request makes one, and takes a third of the time to do so.
+@dataclasses.dataclass(slots=True, eq=False)
 class Placement:
     """A choice with its reasons."""
 
     chosen: Replica | None
-    candidates: tuple[Candidate, ...]
+    weighed: list[Weighed]
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The reasons, to read."""
+        return candidates_of(self.weighed)
 
 
 class Draw(Protocol):
@@ -78,25 +89,33 @@ class Ledger:
     """This router's own requests on each replica, now and when the replica last reported."""
 
     def __init__(self) -> None:
-        self._now: Counter[tuple[str, str]] = Counter()
+        self._now: dict[str, dict[str, int]] = {}
+        """Those that run, by model version and replica; no zeros."""
         self._at_report: dict[str, dict[str, int]] = {}
+        """By replica and model version."""
 
     def begin(self, replica_id: str, model_version: str) -> None:
         """Count a request that was sent."""
-        self._now[replica_id, model_version] += 1
+        running = self._now.get(model_version)
+        if running is None:
+            running = self._now[model_version] = {}
+        running[replica_id] = running.get(replica_id, 0) + 1
 
     def end(self, replica_id: str, model_version: str) -> None:
         """Count a request out that had begun."""
-        key = (replica_id, model_version)
-        assert self._now[key] > 0, "a request ends once"
-        self._now[key] -= 1
-        if self._now[key] == 0:
-            del self._now[key]
+        running = self._now.get(model_version, {})
+        assert replica_id in running, "a request ends once"
+        if running[replica_id] > 1:
+            running[replica_id] -= 1
+            return
+        del running[replica_id]
+        if not running:
+            del self._now[model_version]
 
     def note_report(self, replica: Replica) -> None:
         """Remember which of our requests a new report already holds."""
         self._at_report[replica.replica_id] = {
-            version: self._now.get((replica.replica_id, version), 0) for version in replica.models
+            version: self._own(replica.replica_id, version) for version in replica.models
         }
 
     def forget(self, replica_id: str) -> None:
@@ -105,18 +124,21 @@ class Ledger:
 
     def in_flight(self, replica_id: str, model_versions: Iterable[str]) -> int:
         """Our requests on a replica now."""
-        return sum(self._now.get((replica_id, version), 0) for version in model_versions)
+        return sum(self._own(replica_id, version) for version in model_versions)
 
     def cost(self, replica: Replica, model_version: str) -> float:
         """Requests per sequence slot; lower is better."""
         load = replica.models[model_version]
-        own = self._now.get((replica.replica_id, model_version), 0)
-        since_report = own - self._at_report.get(replica.replica_id, {}).get(model_version, 0)
-        requests = max(own, load.queued + load.in_flight + since_report)
-        return requests / max(1, load.slots)
+        own = self._now.get(model_version, _NOTHING).get(replica.replica_id, 0)
+        known = self._at_report.get(replica.replica_id, _NOTHING).get(model_version, 0)
+        requests = load.queued + load.in_flight + own - known
+        return (own if own > requests else requests) / (load.slots or 1)
+
+    def _own(self, replica_id: str, model_version: str) -> int:
+        return self._now.get(model_version, _NOTHING).get(replica_id, 0)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True, eq=False)
 class View:
     """What a placement looks at besides the replicas."""
 
@@ -128,22 +150,33 @@ class View:
 
 def place(replicas: Iterable[Replica], view: View, *, draw: Draw) -> Placement:
     """Choose the least loaded replica that no filter excludes."""
-    candidates: list[Candidate] = []
+    weighed: list[Weighed] = []
     best: list[Replica] = []
     lowest = float("inf")
     for replica in replicas:
         excluded = exclusion_of(replica, view)
         if excluded is not None:
-            candidates.append(Candidate(replica.replica_id, None, excluded))
+            weighed.append((replica.replica_id, excluded))
             continue
         cost = view.ledger.cost(replica, view.model_version)
-        candidates.append(Candidate(replica.replica_id, cost, None))
-        if cost < lowest - _SAME_COST:
-            best, lowest = [replica], cost
-        elif cost <= lowest + _SAME_COST:
+        weighed.append((replica.replica_id, cost))
+        if cost <= lowest + _SAME_COST:
+            if cost < lowest - _SAME_COST:
+                best, lowest = [], cost
             best.append(replica)
-    chosen = best[draw.randrange(len(best))] if best else None
-    return Placement(chosen, tuple(candidates))
+    if not best:
+        return Placement(None, weighed)
+    return Placement(best[draw.randrange(len(best)) if len(best) > 1 else 0], weighed)
+
+
+def candidates_of(weighed: Sequence[Weighed]) -> tuple[Candidate, ...]:
+    """What was weighed, to read."""
+    return tuple(
+        Candidate(replica_id, None, reason)
+        if isinstance(reason, Exclusion)
+        else Candidate(replica_id, reason, None)
+        for replica_id, reason in weighed
+    )
 
 
 def exclusion_of(replica: Replica, view: View) -> Exclusion | None:

@@ -39,7 +39,10 @@ class Via(StrEnum):
     """What chose the version."""
 
     PIN = "pin"
+    SOLE = "sole"
+    """It is the only one with weight."""
     SPLIT = "split"
+    """The key did."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,12 +84,36 @@ def resolve(catalogue: Catalogue, name: str, *, sticky_key: str) -> Resolution:
         raise RefusedError(
             "NO_REPLICA", "No version of the model takes traffic now.", param="model"
         )
-    return Resolution(name, model.name, version, Via.SPLIT)
+    via = Via.SOLE if len(_weights(model)) == 1 else Via.SPLIT
+    return Resolution(name, model.name, version, via)
+
+
+class Resolver:
+    """Resolves by whatever catalogue is current, and remembers what no key decides.
+
+    It remembers names that resolve, and for one catalogue: not more than that one can hold.
+    """
+
+    def __init__(self) -> None:
+        self._catalogue: Catalogue | None = None
+        self._known: dict[str, str] = {}
+
+    def model_version(self, catalogue: Catalogue, name: str, *, sticky_key: str) -> str:
+        """The `name@version` that `resolve` gives, with its errors."""
+        if catalogue is not self._catalogue:
+            self._catalogue, self._known = catalogue, {}
+        known = self._known.get(name)
+        if known is not None:
+            return known
+        resolution = resolve(catalogue, name, sticky_key=sticky_key)
+        if resolution.via is not Via.SPLIT:
+            self._known[name] = resolution.model_version
+        return resolution.model_version
 
 
 def choose_version(model: Model, sticky_key: str) -> str | None:
     """The version whose range holds the key's point; None when every weight is 0."""
-    weights = sorted((v, w) for v, w in model.split.items() if w > 0 and v in model.versions)
+    weights = _weights(model)
     if not weights:
         return None
     if len(weights) == 1:
@@ -98,6 +125,10 @@ def choose_version(model: Model, sticky_key: str) -> str | None:
             return version
         point -= weight
     raise AssertionError("a point lies in one of the ranges")
+
+
+def _weights(model: Model) -> list[tuple[str, int]]:
+    return sorted((v, w) for v, w in model.split.items() if w > 0 and v in model.versions)
 
 
 def _point(model_name: str, sticky_key: str, total: int) -> int:
