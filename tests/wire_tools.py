@@ -579,7 +579,7 @@ def open_files(pid: int | str = "self") -> int:
 class Child:
     """`python -m tests.wire_server` as a process: an engine, a relay, or a chain of both."""
 
-    def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], address: str) -> None:
         self.process = process
         self.address = address
 
@@ -591,18 +591,24 @@ class Child:
     @property
     def is_alive(self) -> bool:
         """Whether it has not ended."""
-        return self.process.returncode is None
+        return self.process.poll() is None
 
     @property
     def rss_bytes(self) -> int:
         """Its resident memory."""
         return rss_bytes(self.pid)
 
+    async def line(self, bound_s: float = BOUND_S) -> bytes:
+        """The next line it writes."""
+        assert self.process.stdout is not None
+        return await within(asyncio.to_thread(self.process.stdout.readline), bound_s)
+
     async def counts(self) -> dict[str, int]:
         """What it holds; see `tests.wire_server`."""
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
         self.process.stdin.write(b"\n")
-        return dict(json.loads(await within(self.process.stdout.readline())))
+        self.process.stdin.flush()
+        return dict(json.loads(await self.line()))
 
     async def at_rest(self, bound_s: float = BOUND_S) -> dict[str, int]:
         """Wait until nothing is in flight, and answer what it still holds."""
@@ -614,11 +620,13 @@ class Child:
             assert time.monotonic() - started < bound_s, counts
             await asyncio.sleep(0.02)
 
-    async def stop(self) -> None:
-        """End it; it must still run."""
-        if self.is_alive:
-            self.process.kill()
-        await self.process.wait()
+    def stop(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 IN_FLIGHT = ("streams", "pool_streams", "in_flight", "admitted", "held", "requested", "calls")
@@ -636,23 +644,21 @@ async def child(
         target: where a relay sends its requests.
         limits: changes to `Limits`.
     """
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "tests.wire_server",
-        json.dumps({"role": role, "target": target, "limits": dict(limits or {})}),
+    options = {"role": role, "target": target, "limits": dict(limits or {})}
+    # Not by the event loop: uvloop forks in a way that runs C-core's fork handlers, which may hang.
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.wire_server", json.dumps(options)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         cwd=Path(__file__).parents[1],
     )
-    assert process.stdout is not None
     running = Child(process, "")
     try:
-        running.address = (await within(process.stdout.readline(), 30.0)).decode().strip()
+        running.address = (await running.line(30.0)).decode().strip()
         assert running.address, "the child did not start"
         yield running
     finally:
-        await running.stop()
+        running.stop()
 
 
 @contextlib.asynccontextmanager

@@ -387,8 +387,8 @@ async def test_our_pings_never_trip_a_server_that_counts_them(hops: Hops) -> Non
         engine = await hops.engine(kind)
         policy = RecordingPolicy([engine.address])
         stub = hops.stub(await hops.relay(policy, pool=hops.pool(limits)))
-        silent = stub.Generate(Script(1, gap_s=at_scale(4, 60)).request())
-        slow = stub.Generate(Script(3, gap_s=1.3).request())
+        silent = stub.Generate(Script(1, gap_s=at_scale(3, 60)).request())
+        slow = stub.Generate(Script(3, gap_s=0.9).request())
         assert await read_text(slow) == "abc"
         assert await read_text(silent) == "a"
         assert policy.failures == []
