@@ -134,7 +134,7 @@ class BatcherPolicy:
             metadata=(
                 (md.REQUEST_ID, head.request_id),
                 (md.MODEL, start.request.model_version),
-                (md.CLASS, start.request.priority.name),
+                (md.CLASS, start.request.priority.word),
                 *[(key, metadata[key]) for key in _PASSED_ON if key in metadata],
                 *passed_on(metadata, span),
             ),

@@ -200,9 +200,9 @@ class QueueLoop:
             metrics.QUEUE_DEPTH.labels(priority.name).set_function(depth)
 
     def _count(self, start: Start, now: float) -> None:
-        label = start.request.priority.name
-        metrics.QUEUE_WAIT(label).observe(now - start.request.arrived)
-        metrics.DISPATCHES(label, "true" if start.overdue else "false").inc()
+        request = start.request
+        wait_s = now - request.arrived
+        metrics.STARTS.count(request.priority.word, wait_s=wait_s, overdue=start.overdue)
 
 
 def _refusal(reason: Reason) -> ForebayError:

@@ -32,7 +32,8 @@ class Replica:
         self._standing = standing
         self._revision = 0
         self._structure = 0
-        self._changed = asyncio.Event()
+        self._changed: asyncio.Event | None = None
+        """Made by whoever waits: the load changes twice per request, mostly with nobody there."""
         self._restructured = asyncio.Event()
 
     @property
@@ -76,8 +77,9 @@ class Replica:
 
     def _publish(self, *, restructured: bool) -> None:
         self._revision += 1
-        self._changed.set()
-        self._changed = asyncio.Event()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = None
         if restructured:
             self._structure += 1
             self._restructured.set()
@@ -99,6 +101,8 @@ class Watch:
         """Wait until there is something to tell; the first time at once."""
         replica = self._replica
         if self._revision == replica._revision:
+            if replica._changed is None:
+                replica._changed = asyncio.Event()
             await replica._changed.wait()
         if self._structure == replica._structure:
             try:
