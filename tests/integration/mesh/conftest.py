@@ -6,7 +6,7 @@ import pytest
 import pytest_asyncio
 from forebay.engine.v1 import engine_service_pb2 as engine
 
-from tests.mesh import Mesh, running, simulated
+from tests.mesh import Mesh, running, simulated, until
 
 
 @pytest.fixture
@@ -33,4 +33,11 @@ async def shared_mesh(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> As
         mesh.add_replica("r1", chat, encoder)
         mesh.add_replica("r2", chat)
         await mesh.placeable("r1", "r2")
+        for name, model in (("r1", "sim@1"), ("r1", "encoder@1"), ("r2", "sim@1")):
+
+            async def active(name: str = name, model: str = model) -> bool:
+                status = await mesh.engine_status(name, model)
+                return status.state == engine.MODEL_STATE_ACTIVE
+
+            await until(active, 30)
         yield mesh
