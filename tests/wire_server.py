@@ -1,6 +1,7 @@
 """A relay, an engine or both as a process, for tests that harm, freeze or measure one.
 
-Writes its address as one line, then, for every line it is sent, what it holds as a line of JSON.
+Writes its address as one line, then, for every line it is sent, what it holds as a line of JSON;
+for a line that is not empty also how many objects there are.
 """
 
 import asyncio
@@ -45,8 +46,7 @@ async def _serve() -> None:
         reader = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        while await reader.readline():
-            gc.collect()
+        while order := await reader.readline():
             servers = [server] if inner is None else [server, inner]
             counts = {
                 "streams": sum(s.streams for s in servers),
@@ -60,10 +60,14 @@ async def _serve() -> None:
                 "calls": seen.open,
                 "answered": seen.calls,
                 "tasks": len(asyncio.all_tasks()),
-                "timers": sum(type(thing) is timer_type for thing in gc.get_objects()),
                 "files": open_files(),
                 **policy.outcomes,
             }
+            if order.strip():
+                # This takes a while, so it is done when it is asked for.
+                gc.collect()
+                counts["objects"] = len(gc.get_objects())
+                counts["timers"] = sum(type(thing) is timer_type for thing in gc.get_objects())
             print(json.dumps(counts), flush=True)
 
 

@@ -603,10 +603,10 @@ class Child:
         assert self.process.stdout is not None
         return await within(asyncio.to_thread(self.process.stdout.readline), bound_s)
 
-    async def counts(self) -> dict[str, int]:
+    async def counts(self, *, also_objects: bool = False) -> dict[str, int]:
         """What it holds; see `tests.wire_server`."""
         assert self.process.stdin is not None
-        self.process.stdin.write(b"\n")
+        self.process.stdin.write(b"objects\n" if also_objects else b"\n")
         self.process.stdin.flush()
         return dict(json.loads(await self.line()))
 
@@ -616,7 +616,7 @@ class Child:
         while True:
             counts = await self.counts()
             if not any(counts[name] for name in IN_FLIGHT):
-                return counts
+                return await self.counts(also_objects=True)
             assert time.monotonic() - started < bound_s, counts
             await asyncio.sleep(0.02)
 
