@@ -87,6 +87,12 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(len(values) * share))]
 
 
+def spread(seconds: list[float]) -> str:
+    """Median and 99th percentile, for people."""
+    middle, high = percentile(seconds, 0.5) * 1e3, percentile(seconds, 0.99) * 1e3
+    return f"p50 {middle:.1f} ms, p99 {high:.1f} ms of {len(seconds)}"
+
+
 # --- Engines -------------------------------------------------------------------------------------
 
 
