@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from forebay_wire.core.http1 import JSON
 from forebay_wire.core.messages import PREFIX_BYTES, MessageError, MessageReader
-from forebay_wire.core.openai_answer import body_of, first_of, sole_body
+from forebay_wire.core.openai_answer import bodies_of, body_of, first_of, sole_body
 from forebay_wire.exchange import Exchange
 from forebay_wire.policy import Head
 
@@ -107,8 +107,12 @@ class OpenAICaller:
                     self._exchange.write(body)
                 return
         try:
+            if not self._has_begun and self._reader is None:
+                start = self._take_first(data, start, end)
             if self._is_usual:
-                start = self._take_whole(data, start, end)
+                bodies, start = bodies_of(data, start, end)
+                if bodies:
+                    self._exchange.write(b"".join(bodies))
             if start < end:
                 self._take(data, start, end)
         except (MessageError, DecodeError):
@@ -144,18 +148,17 @@ class OpenAICaller:
         """See `forebay_wire.exchange.Listener`."""
         self.call.resume()
 
-    def _take_whole(self, data: bytes, start: int, end: int) -> int:
-        """Pass on the whole messages at the beginning; answers where the rest starts."""
-        while end - start >= PREFIX_BYTES:
-            flag, length = _unpack(data, start)
-            stop = start + PREFIX_BYTES + length
-            if flag or stop > end:
-                break
-            body = body_of(data, start + PREFIX_BYTES, stop)
-            if body:
-                self._exchange.write(body)
-            start = stop
-        return start
+    def _take_first(self, data: bytes, start: int, end: int) -> int:
+        """Take the first message, if it is whole; answers where the rest starts."""
+        if end - start < PREFIX_BYTES:
+            return start
+        flag, length = _unpack(data, start)
+        stop: int = start + PREFIX_BYTES + length
+        if flag or stop > end:
+            return start
+        self._keep(self._body_of(False, data[start + PREFIX_BYTES : stop]))
+        self._is_usual = self._streams
+        return stop
 
     def _take(self, data: bytes, start: int, end: int) -> None:
         """The general way: messages that are cut anywhere, several at once, and the first one."""
@@ -163,7 +166,10 @@ class OpenAICaller:
             self._reader = MessageReader(self._limit)
         parts = [self._body_of(*message) for message in self._reader.feed(data, start, end)]
         self._is_usual = self._streams and self._reader.at_boundary
-        part = b"".join(parts)
+        self._keep(b"".join(parts))
+
+    def _keep(self, part: bytes) -> None:
+        """Write a part of the answer, or keep it until all is there."""
         if not part:
             return
         if self._streams:

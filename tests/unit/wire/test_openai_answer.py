@@ -3,7 +3,7 @@
 import pytest
 from forebay.inference.v1 import inference_service_pb2 as pb
 from forebay_wire.core.messages import frame
-from forebay_wire.core.openai_answer import body_of, first_of, sole_body
+from forebay_wire.core.openai_answer import bodies_of, body_of, first_of, sole_body
 from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,6 +48,34 @@ def test_a_body_is_found_wherever_it_stands(
     assert sole == body or (sole is None and (content_type or len(message) < 3 or size_of(body)))
     for cut in range(len(before), end, max(1, len(message) // 20)):
         assert sole_body(framed, len(before), cut) is None
+
+
+@given(
+    bodies=st.lists(
+        st.builds(lambda size, text: b"x" * size + text, _SIZES, st.binary(max_size=3)), max_size=6
+    ),
+    tokens=_TOKENS,
+    cut=st.integers(0, 300_000),
+)
+def test_bodies_in_a_row_are_found_up_to_a_cut(
+    bodies: list[bytes], tokens: list[pb.ChoiceTokens], cut: int
+) -> None:
+    messages = [
+        frame(pb.CallOpenAIResponse(body=body, tokens=tokens).SerializeToString())
+        for body in bodies
+    ]
+    data = b"before" + b"".join(messages)
+    end = min(len(data), len(b"before") + cut)
+    whole, expected, position = [], [], len(b"before")
+    for body, message in zip(bodies, messages, strict=True):
+        if position + len(message) > end:
+            break
+        position += len(message)
+        whole.append(message)
+        expected.append(body)
+    found, rest = bodies_of(data, len(b"before"), end)
+    assert found == [body for body in expected if body]
+    assert rest == position
 
 
 def size_of(body: bytes) -> bool:

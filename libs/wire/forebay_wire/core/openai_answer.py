@@ -10,10 +10,13 @@ from struct import Struct
 
 from forebay.inference.v1 import inference_service_pb2 as inference
 
+from forebay_wire.core.messages import PREFIX_BYTES
+
 _BODY = 0x12
 # A message's prefix, its first field's tag, and up to two octets of that field's length.
 _USUAL = Struct(">BIBBB")
 _usual = _USUAL.unpack_from
+_prefix = Struct(">BI").unpack_from
 
 
 def sole_body(data: bytes, start: int, end: int) -> bytes | None:
@@ -39,6 +42,40 @@ def sole_body(data: bytes, start: int, end: int) -> bytes | None:
     if stop == end or (stop < end and data[stop] > _BODY):
         return data[at:stop]
     return None
+
+
+def bodies_of(data: bytes, start: int, end: int) -> tuple[list[bytes], int]:
+    """The bodies of the whole messages at the beginning of `data[start:end]`, and where the rest,
+    which is cut or compressed, starts. Empty bodies are left out.
+
+    Raises:
+        google.protobuf.message.DecodeError: one is no message.
+    """
+    bodies: list[bytes] = []
+    while end - start >= PREFIX_BYTES:
+        body = None
+        if end - start >= _USUAL.size:
+            compressed, length, tag, low, high = _usual(data, start)
+            stop = start + PREFIX_BYTES + length
+            if compressed or stop > end:
+                break
+            if tag == _BODY:
+                at, size = (start + 7, low) if low < 0x80 else (start + 8, low - 0x80 + (high << 7))
+                behind = at + size
+                is_short = low < 0x80 or high < 0x80
+                if is_short and (behind == stop or (behind < stop and data[behind] > _BODY)):
+                    body = data[at:behind]
+        else:
+            compressed, length = _prefix(data, start)
+            stop = start + PREFIX_BYTES + length
+            if compressed or stop > end:
+                break
+        if body is None:
+            body = body_of(data, start + PREFIX_BYTES, stop)
+        if body:
+            bodies.append(body)
+        start = stop
+    return bodies, start
 
 
 def body_of(data: bytes, start: int, end: int) -> bytes:
