@@ -1,8 +1,8 @@
 """What a relayed request costs: CPU and added latency of this router and of others.
 
 Rounds are interleaved: each measures every contender once, anew started. Figures are medians of the
-valid ones. `FOREBAY_BENCH_ROUNDS`, `FOREBAY_BENCH_ONLY` (contenders) and `FOREBAY_BENCH_SHAPES`
-shorten a run, and such a run stores no result. See README.md.
+valid and undisturbed ones. `FOREBAY_BENCH_ROUNDS`, `FOREBAY_BENCH_ONLY` (contenders) and
+`FOREBAY_BENCH_SHAPES` shorten a run, and such a run stores no result. See README.md.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from bench.report import Report
 
 _ROUNDS = 3
 _LITELLM_S = 8.0
+_ATTEMPTS = 2
+"""Of one measurement, while others disturb it."""
 
 Samples = dict[tuple[str, str], list[Sample]]
 """By lane and shape."""
@@ -116,17 +118,20 @@ def _measure_one(
     for lane in contender.lanes:
         back = site.back_end(lane.protocol, listed=contender.listed)
         for shape in _shapes_of(lane, shapes):
-            sample = measure(
-                programs[f"{lane.protocol}_load"],
-                shape,
-                serving.ports[lane.protocol],
-                core=site.core,
-                subject=serving.pids,
-                back=back.process.pids(),
-                measure_s=_LITELLM_S if contender.name == "litellm" else None,
-            )
-            print(f"  {lane.name} {shape.name}: {_line(sample)}", flush=True)
-            samples[lane.name, shape.name].append(sample)
+            for _ in range(_ATTEMPTS):
+                sample = measure(
+                    programs[f"{lane.protocol}_load"],
+                    shape,
+                    serving.ports[lane.protocol],
+                    cores=site.cores,
+                    subject=serving.pids,
+                    back=back.process.pids(),
+                    measure_s=_LITELLM_S if contender.name == "litellm" else None,
+                )
+                print(f"  {lane.name} {shape.name}: {_line(sample)}", flush=True)
+                samples[lane.name, shape.name].append(sample)
+                if sample.is_calm:
+                    break
 
 
 def _shapes_of(lane: Lane, wanted: set[str]) -> Iterable[Shape]:
@@ -134,7 +139,8 @@ def _shapes_of(lane: Lane, wanted: set[str]) -> Iterable[Shape]:
 
 
 def _line(sample: Sample) -> str:
-    verdict = "" if sample.is_valid else "   INVALID"
+    verdict = "" if sample.is_calm else ", disturbed"
+    verdict += "" if sample.is_valid else ", INVALID"
     return (
         f"{sample.cpu_ms:.4f} ms CPU, TTFT {sample.ttft_us:.0f} µs "
         f"({sample.reach_us:.0f} to the back end), "
@@ -147,8 +153,10 @@ def _line(sample: Sample) -> str:
 
 
 def _middle(samples: Sequence[Sample]) -> Sample | None:
-    """The median of each figure over the valid rounds; None when none is valid."""
+    """The median of each figure over the valid rounds, the calm ones if there are any; None when
+    none is valid."""
     valid = [sample for sample in samples if sample.is_valid]
+    valid = [sample for sample in valid if sample.is_calm] or valid
     if not valid:
         return None
     names = [field.name for field in dataclasses.fields(Sample)]
@@ -183,6 +191,10 @@ def _show(report: Report, samples: Samples, figures: Figures) -> None:
         ),
         rows,
     )
+    disturbed = [" ".join(key) for key, found in figures.items() if found and not found.is_calm]
+    if disturbed:
+        print(f"never measured without others on the same cores: {', '.join(disturbed)}")
+    report.figure("disturbed", disturbed)
     report.figure("shapes", {shape.name: shape.meaning for shape in SHAPES.values()})
     report.figure(
         "lanes",

@@ -24,8 +24,8 @@ BEFORE = {
     "path": "grpc.aio at every hop",
     "cpu_us_per_token": {"router": 109.0, "batcher": 102.0, "runner": 91.0},
 }
-"""The same measurement of the last commit whose token path was grpc.aio, on two cores of an AMD EPYC:
-the lowest of six, taken over two hours; the highest was 134, 126 and 114."""
+"""The same measurement of the last commit whose token path was grpc.aio, on two cores of an AMD
+EPYC: the lowest of six within two hours; the highest was 134, 126 and 114."""
 
 
 def main(report: Report, program: Path) -> None:

@@ -76,7 +76,7 @@ def _running(
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Serving]:
     log = FOLDER / "logs" / f"{name.replace(' ', '-')}.log"
-    process = Pinned(command, site.core, log, environment)
+    process = Pinned(command, site.cores[0], log, environment)
     try:
         _wait_until_answering(process, ports["sse"])
         yield Serving(process.pids(), ports)
@@ -99,7 +99,7 @@ def _forebay(site: Site) -> Iterator[Serving]:
     }
     process = Pinned(
         [sys.executable, "-m", "forebay_router"],
-        site.core,
+        site.cores[0],
         FOLDER / "logs" / "forebay.log",
         environment,
     )

@@ -102,13 +102,16 @@ class Bystanders:
         self._pids = pids
         self._before = self._read()
 
-    def use(self) -> float:
-        """Share of the core since the beginning, 0 to 1; a tick of the kernel is its resolution."""
+    def use(self, ended_s: float = 0.0) -> float:
+        """Share of the core since the beginning, 0 to 1; a tick of the kernel is its resolution.
+
+        `ended_s` is the CPU time of processes that belonged there and have ended.
+        """
         now = self._read()
         elapsed, busy, own = (
             after - before for after, before in zip(now, self._before, strict=True)
         )
-        return max(0.0, busy - own) / elapsed if elapsed else 0.0
+        return max(0.0, busy - own - ended_s) / elapsed if elapsed else 0.0
 
     def _read(self) -> tuple[float, float, float]:
         own = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import resource
 import secrets
 import subprocess
 from collections.abc import Sequence
@@ -20,6 +21,9 @@ GRPC_CONNECTIONS = 4
 """100 streams on each in shape S: what gRPC servers commonly allow on one connection."""
 BUSY = 0.95
 """Share of a core above which whoever uses it may be what limits a measurement."""
+
+CALM = 0.1
+"""Share of a core that strangers may use before a measurement counts as disturbed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,9 +83,13 @@ class Sample:
     back_use: float
     load_use: float
     bystanders_use: float
-    """Share of the measured processes' core that strangers used: above a few percent, figures are
-    of a disturbed machine."""
+    """Share of a core that strangers used, of whichever core they used more."""
     errors: int
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether the machine was left to the measurement."""
+        return self.bystanders_use <= CALM
 
     @property
     def is_valid(self) -> bool:
@@ -94,7 +102,7 @@ def measure(
     shape: Shape,
     port: int,
     *,
-    core: int,
+    cores: tuple[int, int],
     subject: Sequence[int],
     back: Sequence[int],
     measure_s: float | None = None,
@@ -105,7 +113,7 @@ def measure(
         program: the load generator of the protocol spoken there.
         shape: the load.
         port: of the measured router, or of a back end.
-        core: of the measured processes.
+        cores: of the measured processes, and of generator and back end.
         subject: the processes whose CPU time is wanted.
         back: the processes of the back end.
         measure_s: length of the measurement; the shape's own when None.
@@ -113,7 +121,8 @@ def measure(
     Raises:
         RuntimeError: the generator gave up.
     """
-    bystanders = Bystanders(core, subject)
+    bystanders = [Bystanders(core, pids) for core, pids in zip(cores, (subject, back), strict=True)]
+    ended_s = _ended_children_s()
     found = run_load(program, shape, port, watch=(subject, back), measure_s=measure_s)
     # Tokens are counted rather than requests where there are many per request: the ends of the
     # window cut requests, but hardly tokens.
@@ -130,9 +139,16 @@ def measure(
         subject_use=subject_s / seconds,
         back_use=back_s / seconds,
         load_use=found["load_cpu_s"] / seconds,
-        bystanders_use=bystanders.use(),
+        bystanders_use=max(
+            bystanders[0].use(), bystanders[1].use(ended_s=_ended_children_s() - ended_s)
+        ),
         errors=found["errors"] if answers else max(1, found["errors"]),
     )
+
+
+def _ended_children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def run_load(

@@ -38,8 +38,8 @@ class Site:
 
     folder: Path
     """For configuration; goes with the site."""
-    core: int
-    """Of whoever is measured."""
+    cores: tuple[int, int]
+    """Of whoever is measured, and of everything else."""
     etcd: str
     replicas: BackEnd
     """gRPC, listed in etcd, without header tables: as batchers are."""
@@ -58,7 +58,8 @@ class Site:
 @contextlib.contextmanager
 def open_site(programs: Mapping[str, Path]) -> Iterator[Site]:
     """Start everything but the routers, on a core of its own; this process moves there, too."""
-    own, other = cores()
+    allowed = cores()
+    other = allowed[1]
     started: list[Pinned] = []
 
     def start(name: str, program: str, ports: Sequence[int], *arguments: str) -> BackEnd:
@@ -78,7 +79,7 @@ def open_site(programs: Mapping[str, Path]) -> Iterator[Site]:
             plain, web = ([free_port() for _ in range(_REPLICAS)] for _ in range(2))
             yield Site(
                 Path(folder),
-                own,
+                allowed,
                 etcd.endpoint,
                 start("replicas", "grpc_backend", listed, "table=0", *listens),
                 start("grpc", "grpc_backend", plain, "table=4096", *(f"listen={p}" for p in plain)),
