@@ -8,6 +8,7 @@ import pytest
 from forebay_wire.core import frames
 from forebay_wire.core.frames import ErrorCode, frame
 from forebay_wire.core.headers import NO_TABLE, encode
+from forebay_wire.core.stream import Stream
 
 from tests.http2_peer import (
     ANSWER,
@@ -373,6 +374,15 @@ def test_the_answer_to_our_ping_is_known(a_peer: Peer) -> None:
 
 
 @BOTH
+def test_a_ping_of_the_peers_is_no_answer_to_ours(a_peer: Peer) -> None:
+    end = a_peer()
+    end.connection.ping(b"are you?")
+    end.said()
+    assert end.feed(PING) == [("Ping", "ACK", b"12345678")]
+    assert end.connection.acknowledged_ping == b""
+
+
+@BOTH
 def test_an_answer_to_no_ping_is_ignored(a_peer: Peer) -> None:
     end = a_peer()
     assert end.feed(frame(frames.PING, frames.ACK, 0, b"goingawy")) == []
@@ -482,6 +492,31 @@ def test_the_owner_is_told_once_that_there_is_something_to_take() -> None:
     end.said()
     end.connection.receive(PING, 0.0)
     assert end.owner.writable == before + 2
+    acts: list[Callable[[Stream], None]] = [
+        lambda stream: stream.send_headers(encode(ANSWER)),
+        lambda stream: stream.send(b"x", 0, 1),
+        lambda stream: stream.send(bytes(20_000), 0, 20_000),
+        lambda stream: stream.send_whole(b"x"),
+    ]
+    stream = end.request(1, ended=True).stream
+    for count, act in enumerate(acts):
+        end.said()
+        act(stream)
+        assert end.owner.writable == before + 3 + count
+
+
+def test_when_the_peer_was_heard_and_when_it_carried_something_is_known() -> None:
+    end = a_server()
+    connection = end.connection
+    end.now = 1.0
+    end.feed(PING)
+    assert (connection.heard_at, connection.carried_at) == (1.0, 0.0)
+    end.now = 2.0
+    end.feed(headers_frame(1))
+    assert (connection.heard_at, connection.carried_at) == (2.0, 2.0)
+    end.now = 3.0
+    end.feed(data_frame(1, b"x"))
+    assert (connection.now, connection.heard_at, connection.carried_at) == (3.0, 3.0, 3.0)
 
 
 def test_an_unknown_error_code_is_taken_for_an_internal_error() -> None:

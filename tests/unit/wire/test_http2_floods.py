@@ -264,6 +264,14 @@ def test_a_server_that_acknowledges_each_frame_of_an_upload_is_never_cut() -> No
         assert end.connection.closed is None
 
 
+def test_data_that_is_padded_or_tiny_is_no_nuisance() -> None:
+    end = a_server()
+    request = end.request(1)
+    for _ in range(3000):
+        end.feed(data_frame(1, b"x", padding=1), data_frame(1, b"y"))
+    assert request.recorder.data == b"xy" * 3000
+
+
 def test_a_callers_streams_may_all_be_reset_at_once() -> None:
     """A client whose connection pool closes leaves a full connection's worth of calls."""
     end = a_server(streams=900)

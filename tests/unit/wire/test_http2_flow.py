@@ -378,6 +378,17 @@ def test_a_reader_that_takes_nothing_is_slow() -> None:
     assert end.connection.slow_readers() == []
 
 
+def test_a_reader_that_never_took_anything_is_slow() -> None:
+    end = a_server(slow_reader_s=30.0)
+    end.feed(settings(INITIAL_WINDOW_SIZE=0))
+    request = end.request(1, ended=True)
+    send(request, 1)
+    assert end.connection.slow_readers() == []
+    end.now = 30.0
+    end.feed(window_update(0, 1))
+    assert end.connection.slow_readers() == [request.stream]
+
+
 def test_a_message_of_16_mib_is_cut_without_copying_the_rest_each_time() -> None:
     """Copying it would move eight gigabytes."""
     end = a_client()

@@ -180,7 +180,11 @@ class Pair:
             if self.rng.random() < 0.5:
                 side.stream.end()
             else:
-                payload = self.rng.randbytes(self.rng.randrange(0, self.size))
+                for _ in range(self.rng.randrange(3)):
+                    piece = self.rng.randbytes(self.rng.randrange(1, 30))
+                    side.sent += piece
+                    side.stream.send(piece, 0, len(piece))
+                payload = self.rng.randbytes(self.rng.randrange(self.rng.choice((30, self.size))))
                 side.sent += payload
                 side.stream.send_whole(payload)
         else:

@@ -123,6 +123,37 @@ def test_a_stream_that_depends_on_itself_is_broken() -> None:
     assert said == [("RstStream", 3, ErrorCode.PROTOCOL_ERROR)]
 
 
+def test_the_end_of_a_stream_is_seen_among_frames_in_a_row() -> None:
+    end = a_server()
+    request = end.request(1)
+    said = end.feed(data_frame(1, b"a"), data_frame(1, b"b", ended=True), data_frame(1, b"late"))
+    reset = ("reset", ErrorCode.STREAM_CLOSED)
+    assert request.recorder.told == [("data", b"ab"), ("end",), reset]
+    assert said == [("RstStream", 1, ErrorCode.STREAM_CLOSED)]
+
+
+def test_frames_in_a_row_of_two_streams_are_kept_apart() -> None:
+    end = a_server()
+    first, second = end.request(1), end.request(3)
+    end.feed(
+        *(data_frame(i, b"%d" % n) for n, i in enumerate((1, 1, 3, 3, 1, 3, 3))),
+        data_frame(3, b""),
+        data_frame(3, b"7", padding=2),
+        data_frame(1, bytes(16384)),
+        data_frame(1, b"8", ended=True),
+    )
+    assert first.recorder.told == [("data", b"014" + bytes(16384) + b"8"), ("end",)]
+    assert second.recorder.data == b"23567"
+
+
+def test_resets_by_the_peer_are_counted() -> None:
+    end = a_server()
+    end.request(1)
+    end.request(3).stream.reset(CANCEL)
+    end.feed(rst_frame(1), rst_frame(1), rst_frame(3))
+    assert end.connection.resets == 1
+
+
 def test_data_and_resets_are_taken_on_an_open_stream() -> None:
     end = a_server()
     request = end.request(1)
@@ -324,9 +355,11 @@ def test_a_reset_of_ours_is_not_told_to_its_receiver() -> None:
 
 @pytest.mark.parametrize("ended", ["by us", "by the peer", "by the connection"])
 def test_nothing_is_sent_on_a_stream_that_is_over(ended: str) -> None:
-    end = a_server()
+    end = a_server(request_window_bytes=100)
     request = end.request(1)
     stream = request.stream
+    stream.hold()
+    end.feed(data_frame(1, bytes(99)))
     if ended == "by us":
         stream.send_headers(encode(ANSWER))
         stream.send_trailers(encode(TRAILERS))
@@ -493,6 +526,7 @@ def test_a_header_block_may_be_cut_anywhere() -> None:
         end.feed(continuation(1, block[cut:], last=True))
         assert end.owner.requests[0].headers == REQUEST
         assert end.owner.requests[0].ended
+        assert end.feed(frame(frames.PING, 0, 0, bytes(8))) == [("Ping", "ACK", bytes(8))]
 
 
 def test_a_header_block_may_come_octet_by_octet() -> None:
@@ -541,6 +575,7 @@ def test_a_continuation_of_nothing_ends_the_connection() -> None:
         (frames.PADDED, b"\xff" + bytes(254), ErrorCode.PROTOCOL_ERROR),
         (frames.PRIORITIZED, bytes(4), ErrorCode.FRAME_SIZE_ERROR),
         (frames.PADDED | frames.PRIORITIZED, b"\x01" + bytes(5), ErrorCode.FRAME_SIZE_ERROR),
+        (frames.PADDED | frames.PRIORITIZED, b"\x09" + bytes(5), ErrorCode.PROTOCOL_ERROR),
         (frames.PRIORITIZED, bytes((0, 0, 0, 1, 0)), ErrorCode.PROTOCOL_ERROR),
     ],
 )
