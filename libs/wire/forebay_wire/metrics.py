@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Protocol, runtime_checkable
 
 from prometheus_client import CollectorRegistry
@@ -45,6 +45,22 @@ class Buffers(Protocol):
     slow_readers_cut: int
 
 
+class Front(Protocol):
+    """An HTTP front, as far as metrics go."""
+
+    @property
+    def connections(self) -> Sized:
+        """Open connections."""
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that a drain waits for."""
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of bodies whose requests are not answered."""
+
+
 class WireMetrics(Collector):
     """What the token path of one process counts."""
 
@@ -60,13 +76,17 @@ class WireMetrics(Collector):
         self.message_bytes = 0
         """Their bytes, with their length prefixes."""
         self._sides: dict[str, Side] = {}
+        self._front: Front | None = None
 
     def register(self, registry: CollectorRegistry) -> None:
         """Show these in a registry."""
         registry.register(self)
 
-    def watch(self, *, server: Side | None = None, pool: Side | None = None) -> None:
-        """Show the gauges of a server and a pool."""
+    def watch(
+        self, *, server: Side | None = None, pool: Side | None = None, http: Front | None = None
+    ) -> None:
+        """Show the gauges of a server, a pool, and an HTTP front."""
+        self._front = http or self._front
         for name, side in (("server", server), ("client", pool)):
             if side is not None:
                 self._sides[name] = side
@@ -124,6 +144,22 @@ class WireMetrics(Collector):
             streams.add_metric((name,), side.streams)
             resets.add_metric((name,), side.resets)
         yield from (connections, streams, resets)
+        if self._front is not None:
+            yield GaugeMetricFamily(
+                "forebay_wire_http_connections",
+                "Open connections of the HTTP front.",
+                value=len(self._front.connections),
+            )
+            yield GaugeMetricFamily(
+                "forebay_wire_http_in_flight",
+                "Requests of the HTTP front that are not answered.",
+                value=self._front.in_flight,
+            )
+            yield GaugeMetricFamily(
+                "forebay_wire_http_body_bytes",
+                "Bytes of bodies whose requests are not answered.",
+                value=self._front.kept_bytes,
+            )
         server = self._sides.get("server")
         if isinstance(server, Buffers):
             yield GaugeMetricFamily(

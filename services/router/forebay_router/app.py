@@ -88,7 +88,6 @@ async def serve(
     relay = Relay(policy, pool, metrics=wire_metrics)
     server = Server(limits, tls=_tls(config, H2), rng=rng)
     server.serve(relay)
-    wire_metrics.watch(server=server, pool=pool)
     wire_metrics.register(registry)
     router_rpc.add_RouterServiceServicer_to_server(
         RouterService(catalogue, fleet, recent), server.grpc
@@ -97,6 +96,7 @@ async def serve(
     front = OpenAIFront(
         relay, catalogue, registry, _http_limits(config), lambda: why_not_ready(catalogue, fleet)
     )
+    wire_metrics.watch(server=server, pool=pool, http=front.server)
     try:
         async with asyncio.TaskGroup() as tasks:
             readiness = tasks.create_task(_report_readiness(server, catalogue, fleet))
