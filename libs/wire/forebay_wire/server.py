@@ -245,7 +245,7 @@ class Server:
         try:
             request = check_request(headers)
         except MalformedError:
-            stream.reset(ErrorCode.PROTOCOL_ERROR)
+            stream.connection.blame(stream, ErrorCode.PROTOCOL_ERROR)
             return
         if request.method != "POST" or not request.content_type.startswith("application/grpc"):
             # No gRPC: HTTP's own words for it (gRPC over HTTP/2, "Responses").
