@@ -421,7 +421,9 @@ class Call:
             if self._boundary is None:
                 self._boundary = Boundary()
             self._messages += self._boundary.advance(data, start, end)
-        self._forward(data, start, end)
+        # Through a name of its own: the interpreter then reads the slot directly.
+        forward = self._forward
+        forward(data, start, end)
 
     # --- The course of a call ------------------------------------------------------------------
 

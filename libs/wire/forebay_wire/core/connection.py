@@ -57,6 +57,45 @@ class Owner(Protocol):
 class Connection:
     """The state of one connection."""
 
+    __slots__ = (
+        "_assembling",
+        "_buffer",
+        "_decoder",
+        "_gaps",
+        "_going_away",
+        "_greeted",
+        "_last_peer_id",
+        "_next_id",
+        "_patience",
+        "_peer_going_away",
+        "_pings_due",
+        "_preface_left",
+        "_receive_left",
+        "_receive_window",
+        "_request_window",
+        "_reset_here",
+        "_said_no_table",
+        "_withheld",
+        "acknowledged_ping",
+        "blocked",
+        "budget",
+        "carried_at",
+        "closed",
+        "heard_at",
+        "is_client",
+        "limits",
+        "now",
+        "out",
+        "owner",
+        "peer_streams",
+        "peer_window",
+        "resets",
+        "settings_sent_at",
+        "streams",
+        "unearned",
+        "window",
+    )
+
     def __init__(
         self,
         owner: Owner,
@@ -311,7 +350,7 @@ class Connection:
             offset = end
             header = unpack(data, offset) if size - offset >= 9 else None
             # The usual frame by far: DATA with content and without padding, on a stream we know.
-            if not word & 0xFF and word and flags <= frames.END_STREAM and not is_assembling:
+            if not word & 0xFF and word and flags < 2 and not is_assembling:
                 stream = streams.get(stream_id)
                 if stream is not None:
                     content = data
@@ -329,7 +368,9 @@ class Connection:
                         if not stream.held and not flags:
                             self.replenish(stream)
                     try:
-                        stream.on_data(content, start, end)
+                        # Through a name of its own: the interpreter then reads the slot directly.
+                        on_data = stream.on_data
+                        on_data(content, start, end)
                         if flags and stream.id in streams:
                             stream.note_ended_there()
                             stream.receiver.on_end()
