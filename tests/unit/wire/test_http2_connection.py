@@ -418,7 +418,7 @@ def test_header_blocks_of_ignored_streams_are_still_read() -> None:
     """They belong to the state that all blocks of the connection share."""
     end = a_server()
     end.connection.go_away(gracefully=False)
-    end.said()
+    assert end.said() == [("GoAway", 0, ErrorCode.NO_ERROR)]
     broken = frame(frames.HEADERS, frames.END_HEADERS, 1, b"\xff\xff\xff")
     assert died_of(end, ErrorCode.COMPRESSION_ERROR, end.feed(broken))
 
