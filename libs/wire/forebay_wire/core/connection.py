@@ -30,6 +30,7 @@ _HTTP1_HINT = (
     b"This port takes gRPC over HTTP/2.\n"
 )
 
+
 class Owner(Protocol):
     """Is told what happens on a connection."""
 
