@@ -32,6 +32,7 @@ from forebay_wire.policy import SERVICE, Fail, Head, Outcome, Progress, Retry, R
 from forebay_wire.relay import Relay
 from forebay_wire.server import Server
 from forebay_wire.tls import client_context, server_context
+from forebay_wire.waiting import Waiting
 from hpack import Decoder, Encoder
 from hyperframe.frame import (
     DataFrame,
@@ -48,6 +49,7 @@ BOUND_S = 10.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 GENERATE = f"/{SERVICE}/Generate"
 EMBED = f"/{SERVICE}/Embed"
+_SSE = "text/event-stream"
 SOAK = os.environ.get("FOREBAY_TEST_SOAK") == "1"
 """Whether counts are those of a long, full run instead of those of a suite of seconds."""
 # What is larger than gRPC's own limits must be seen to be refused by ours.
@@ -122,8 +124,17 @@ class Script:
 
     @classmethod
     def read(cls, request: pb.GenerateRequest) -> Script:
-        """What a request carries; the default where it carries nothing."""
-        return cls(**json.loads(request.text)) if request.text else cls()
+        """What a request carries; the default where it carries nothing.
+
+        Raises:
+            ForebayError: it carries something else.
+        """
+        if not request.text:
+            return cls()
+        try:
+            return cls(**json.loads(request.text))
+        except (TypeError, ValueError):
+            raise ForebayError(Reason.INVALID_ARGUMENT, "That is no script.") from None
 
     def answers(self) -> Iterator[pb.GenerateResponse]:
         """The messages."""
@@ -199,6 +210,13 @@ class Engine(rpc.InferenceServiceServicer):
         context.set_trailing_metadata(((md.USAGE, "3,0,0"),))
         return pb.EmbedResponse(usage=pb.Usage(prompt_tokens=request.ByteSize()))
 
+    async def CallOpenAI(self, request: pb.CallOpenAIRequest, context: Any) -> Any:  # noqa: N802
+        self._note(request, context)
+        self.seen.open -= 1
+        for number in range(2):
+            part = b"data: %b\n\n" % request.body
+            yield pb.CallOpenAIResponse(content_type="" if number else _SSE, body=part)
+
     async def _end(self, script: Script, context: Any) -> None:
         if script.reason:
             error = ForebayError(Reason(script.reason), script.message, retry_after_s=2.0)
@@ -230,16 +248,24 @@ class SyncEngine(rpc.InferenceServiceServicer):
         self._note(request, context)
         script = Script.read(request)
         left = concurrent.futures.Future[None]()
-        if not context.add_callback(lambda: left.set_result(None)):
+        has_ended = False
+
+        def end() -> None:
+            # Where the client leaves between two messages, this generator is not run any more.
+            if not has_ended:
+                self._left()
             left.set_result(None)
+
+        if not context.add_callback(end):
+            end()
         for answer in script.answers():
             if script.gap_s:
                 concurrent.futures.wait([left], script.gap_s)
             yield answer
         if script.hangs:
             left.result(BOUND_S)
-            self._left()
             return
+        has_ended = True
         context.set_trailing_metadata(((md.USAGE, f"1,{script.count},0"), ("other", "x")))
         if script.reason:
             error = ForebayError(Reason(script.reason), script.message, retry_after_s=2.0)
@@ -252,6 +278,12 @@ class SyncEngine(rpc.InferenceServiceServicer):
         context.set_trailing_metadata(((md.USAGE, "3,0,0"),))
         return pb.EmbedResponse(usage=pb.Usage(prompt_tokens=request.ByteSize()))
 
+    def CallOpenAI(self, request: pb.CallOpenAIRequest, context: Any) -> Any:  # noqa: N802
+        self._note(request, context)
+        for number in range(2):
+            part = b"data: %b\n\n" % request.body
+            yield pb.CallOpenAIResponse(content_type="" if number else _SSE, body=part)
+
 
 # --- Policies ------------------------------------------------------------------------------------
 
@@ -262,7 +294,7 @@ class RecordingPolicy:
 
     targets: list[str]
     refuse: ForebayError | None = None
-    admission: Callable[[Head], Awaitable[None]] | None = None
+    admission: Callable[[Head], Awaitable[object]] | None = None
     """What a request waits for before it is let in; None lets it in at once."""
     deadline: Callable[[float | None], float | None] = lambda deadline: deadline
     """What becomes of the caller's deadline."""
@@ -283,7 +315,7 @@ class RecordingPolicy:
     def admit(self, head: Head, message: bytes) -> Route | Awaitable[Route]:
         if self.refuse is not None:
             raise self.refuse
-        return self._route(head) if self.admission is None else self._wait(head)
+        return self._route(head) if self.admission is None else self.wait(head)
 
     async def on_failure(
         self, head: Head, route: Route, error: ForebayError, progress: Progress
@@ -312,6 +344,10 @@ class RecordingPolicy:
     def in_flight(self) -> int:
         """Requests that were let in and have not ended."""
         return self.admitted - sum(self.outcomes.values())
+
+    def wait(self, head: Head) -> Awaitable[Route]:
+        """Let a request in once what it waits for has come."""
+        return Waiting(lambda: self._wait(head))
 
     async def _wait(self, head: Head) -> Route:
         assert self.admission is not None
@@ -616,6 +652,12 @@ class Child:
         self.process.stdin.flush()
         return dict(json.loads(await self.line()))
 
+    async def took(self) -> list[float]:
+        """How long a client's calls took since this was last asked. All must have succeeded."""
+        told: Any = await self.counts()
+        assert not told["error"], told["error"]
+        return list(told["took"])
+
     async def at_rest(self, bound_s: float = BOUND_S) -> dict[str, int]:
         """Wait until nothing is in flight, and answer what it still holds."""
         started = time.monotonic()
@@ -635,7 +677,10 @@ class Child:
                 pipe.close()
 
 
-IN_FLIGHT = ("streams", "pool_streams", "in_flight", "admitted", "held", "requested", "calls")
+IN_FLIGHT = (
+    *("streams", "pool_streams", "in_flight", "admitted", "waiting"),
+    *("held", "requested", "calls"),
+)
 """Of `Child.counts`: all that is 0 when nobody asks anything."""
 
 
@@ -646,8 +691,9 @@ async def child(
     """Run a server in a process of its own.
 
     Args:
-        role: "engine", "relay" (to `target`), or "chain": a relay with an engine behind it.
-        target: where a relay sends its requests.
+        role: "engine", "relay" (to `target`), "chain": a relay with an engine behind it, or
+            "client" (of `target`), which calls one by one.
+        target: where requests go.
         limits: changes to `Limits`.
     """
     options = {"role": role, "target": target, "limits": dict(limits or {})}
@@ -660,8 +706,9 @@ async def child(
     )
     running = Child(process, "")
     try:
-        running.address = (await running.line(30.0)).decode().strip()
-        assert running.address, "the child did not start"
+        first = await running.line(30.0)
+        assert first, "the child did not start"
+        running.address = first.decode().strip()
         yield running
     finally:
         running.stop()
@@ -745,24 +792,33 @@ class RawPeer:
         if not self.writer.is_closing():
             self.writer.write(b"".join(parts))
 
+    def stop_reading(self) -> None:
+        """Leave all that comes in the kernel."""
+        transport: Any = self.writer.transport
+        transport.pause_reading()
+
     async def flush(self) -> None:
         """Wait until the kernel has most of it."""
         with contextlib.suppress(OSError):
             await within(self.writer.drain())
 
-    async def next(self, *kinds: type[Frame], stream_id: int | None = None) -> Frame:
+    async def next(self, *kinds: type[Frame], stream_id: int | None = None) -> Any:
         """The next frame of these kinds (any when none); others ahead of it are dropped.
+
+        With a stream, those of other streams are kept.
 
         Raises:
             EOFError: the connection ended first.
         """
+        kept: list[Frame] = []
         async with asyncio.timeout(BOUND_S):
             while True:
                 while self.received:
                     got = self.received.popleft()
                     if stream_id is not None and got.stream_id != stream_id:
-                        continue
-                    if not kinds or isinstance(got, kinds):
+                        kept.append(got)
+                    elif not kinds or isinstance(got, kinds):
+                        self.received.extendleft(reversed(kept))
                         return got
                 if self.ended.is_set():
                     raise EOFError
@@ -855,11 +911,10 @@ class RawPeer:
     def _take(self, got: Frame) -> None:
         if isinstance(got, GoAwayFrame):
             self.goaway = got
-        acknowledgeable = isinstance(got, SettingsFrame | PingFrame)
-        if acknowledgeable and self.acknowledges and "ACK" not in got.flags:
+        if self.acknowledges and "ACK" not in got.flags:
             if isinstance(got, SettingsFrame):
                 self.send(SettingsFrame(0, flags=["ACK"]))
-            else:
+            elif isinstance(got, PingFrame):
                 self.send(PingFrame(0, got.opaque_data, flags=["ACK"]))
         self.received.append(got)
         self._news.set()

@@ -49,7 +49,8 @@ async def _request(peer: RawPeer) -> int:
     got = await peer.next(HeadersFrame)
     while "END_STREAM" not in got.flags:
         got = await peer.next(DataFrame, stream_id=got.stream_id)
-    return got.stream_id
+    stream_id: int = got.stream_id
+    return stream_id
 
 
 # --- The next hop says no -------------------------------------------------------------------------
@@ -179,8 +180,9 @@ async def test_no_call_fails_while_connections_are_renewed(hops: Hops, client: s
     policy = RecordingPolicy([engine.address], keeps=False)
     relay = await hops.relay(policy)
     stub = hops.stub(relay if client == "relay" else engine.address)
-    assert engine.server is not None
-    made = set()
+    server = engine.server
+    assert server is not None
+    made: set[Any] = set()
     long_streams = [
         asyncio.create_task(read_text(stub.Generate(Script(200, gap_s=0.01).request())))
         for _ in range(5)
@@ -191,7 +193,7 @@ async def test_no_call_fails_while_connections_are_renewed(hops: Hops, client: s
         count = 0
         while time.monotonic() < ends_s:
             assert await read_text(stub.Generate(Script(3).request(), timeout=BOUND_S)) == "abc"
-            made.update(engine.server._wires.all)  # type: ignore[union-attr]
+            made.update(server._wires.all)
             await asyncio.sleep(0.002)
             count += 1
         return count

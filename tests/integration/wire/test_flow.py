@@ -149,7 +149,7 @@ async def test_a_client_that_does_not_even_read_its_socket_is_cut(hops: Hops) ->
         SettingsFrame(0, {SettingsFrame.INITIAL_WINDOW_SIZE: 2**31 - 1}),
         WindowUpdateFrame(0, 2**31 - 1 - 65535),
     )
-    writer.transport.pause_reading()
+    peer.stop_reading()
     peer.send(peer.request(1, Script(100_000, 10_000)))
     async with neighbour(hops.stub(relay)):
         await until(lambda: relay.connections == 2)

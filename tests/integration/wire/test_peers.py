@@ -133,6 +133,8 @@ async def test_calls_pass_over_every_transport(lines: _Lines) -> None:
     assert line.seen.metadata[md.REQUEST_ID] == "r1"
     answer = await line.stub.Embed(pb.EmbedRequest(model="mm"))
     assert answer.usage.prompt_tokens == 4
+    events = line.stub.CallOpenAI(pb.CallOpenAIRequest(path="/v1/completions", body=b"{}"))
+    assert b"".join([part.body async for part in events]) == b"data: {}\n\n" * 2
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await read_text(
             line.stub.Generate(Script(1, reason="QUEUE_FULL", message="Full.").request())
@@ -395,7 +397,7 @@ async def test_an_engine_that_cancels_is_a_lost_replica(plain: _Lines) -> None:
 async def test_an_unknown_method_and_service_are_unimplemented(hops: Hops) -> None:
     engine = await hops.engine()
     for server in (engine.address, await hops.relay(RecordingPolicy([engine.address]))):
-        channel = hops.channel(server)
+        channel: Any = hops.channel(server)
         for path in ("/a.B/C", "/forebay.inference.v1.InferenceService/Nothing"):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await channel.unary_unary(path)(b"")
