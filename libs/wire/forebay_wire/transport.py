@@ -315,7 +315,10 @@ class Wire(asyncio.Protocol):
                 self.retire(limits.connection_age_grace_s)
             return
         if not self._is_retired_for_good:
-            is_seen = connection.acknowledged_ping == self._ping
+            # A client's library may have had a call on its way when it answered the ping.
+            is_seen = (
+                connection.acknowledged_ping == self._ping and now - self._retired_at > 2 * TICK_S
+            )
             if is_seen or now - self._retired_at > limits.keepalive_timeout_s:
                 self._retire_for_good()
         if self._retire_grace_s is not None and now - self._retired_at > self._retire_grace_s:
