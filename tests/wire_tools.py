@@ -61,6 +61,8 @@ UNLIMITED = (
     ("grpc.enable_http_proxy", 0),
 )
 
+_MIB = 1 << 20
+
 T = TypeVar("T")
 
 
@@ -736,6 +738,28 @@ async def neighbour(stub: Any, *, pause_s: float = 0.0) -> AsyncIterator[list[fl
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+
+
+@contextlib.asynccontextmanager
+async def undisturbed(server: Child) -> AsyncIterator[None]:
+    """Another client, in a process of its own, calls meanwhile and has all its calls answered;
+    nothing stays behind, and the server grows by less than 100 MiB."""
+    async with child("client", target=server.address) as client:
+        await client.took()
+        await asyncio.sleep(at_scale(1, 10) / 2)
+        alone = await client.took()
+        before = server.rss_bytes
+        yield
+        beside = await client.took()
+        async with asyncio.timeout(BOUND_S):
+            while len(beside) < 20:
+                await asyncio.sleep(0.01)
+                beside += await client.took()
+        assert server.is_alive
+        grown = (server.rss_bytes - before) / _MIB
+    await server.at_rest()
+    print(f"alone: {spread(alone)}; beside: {spread(beside)}; memory grew by {grown:.1f} MiB")
+    assert grown < 100
 
 
 # --- A raw peer ----------------------------------------------------------------------------------
