@@ -333,7 +333,9 @@ class Wire(asyncio.Protocol):
 
     def _tick_keepalive(self, now: float) -> None:
         limits, connection = self._limits, self.connection
-        if self._pinged_at is not None and connection.heard_at <= self._pinged_at:
+        # Nothing was heard for long when we pinged. The loop's clock stands still within a turn and
+        # counts milliseconds: an answer that seems to be as old as its ping did come.
+        if self._pinged_at is not None and connection.heard_at < self._pinged_at:
             if now - self._pinged_at > limits.keepalive_timeout_s:
                 # It may have died without a word: what we write would go nowhere.
                 connection.lost()
@@ -341,7 +343,7 @@ class Wire(asyncio.Protocol):
             return
         if not connection.streams:
             return
-        if self._pinged_at is not None and connection.carried_at > self._pinged_at:
+        if self._pinged_at is not None and connection.carried_at >= self._pinged_at:
             self._pings = 0
         must_be_shy = self._is_client and self._pings >= _PINGS_IN_SILENCE
         silence_s = _LONG_SILENCE_S if must_be_shy else limits.keepalive_s
