@@ -97,7 +97,13 @@ class Mesh:
         self._processes.append(process)
         return process
 
-    def add_replica(self, replica_id: str, *specs: engine.ModelSpec, role: str = "active") -> None:
+    def add_replica(
+        self,
+        replica_id: str,
+        *specs: engine.ModelSpec,
+        role: str = "active",
+        **batcher_environment: str,
+    ) -> None:
         """Start an engine host that loads the given model versions, and its batcher."""
         socket = f"unix:{self.directory}/{replica_id}.sock"
         loads = [json_format.MessageToDict(spec) for spec in specs]
@@ -107,9 +113,12 @@ class Mesh:
             FOREBAY_ENGINE_LOAD=json.dumps(loads),
             FOREBAY_INSTANCE_ID=f"host-{replica_id}",
         )
-        self.replicas[replica_id] = Replica(replica_id, host, self.add_batcher(replica_id, role))
+        added = self.add_batcher(replica_id, role, **batcher_environment)
+        self.replicas[replica_id] = Replica(replica_id, host, added)
 
-    def add_batcher(self, replica_id: str, role: str = "active") -> subprocess.Popen[bytes]:
+    def add_batcher(
+        self, replica_id: str, role: str = "active", **environment: str
+    ) -> subprocess.Popen[bytes]:
         """Start a batcher of a replica's host."""
         return self.spawn(
             "batcher",
@@ -118,6 +127,7 @@ class Mesh:
             FOREBAY_BATCHER_REPLICA_ID=replica_id,
             FOREBAY_BATCHER_ROLE=role,
             FOREBAY_INSTANCE_ID=replica_id,
+            **environment,
         )
 
     async def view(self) -> dict[str, router.RoutedReplica]:
