@@ -1,6 +1,7 @@
 """The official OpenAI client, unchanged, against real models behind the whole mesh."""
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import AsyncIterator
@@ -291,3 +292,48 @@ async def test_grpc_streams_the_same_answer(mesh: Mesh, client: openai.AsyncOpen
         parts = [part async for part in rpc.InferenceServiceStub(channel).Generate(request)]
     assert "".join(part.text_delta for part in parts) == over_http.choices[0].message.content
     assert parts[-1].finish_reason == pb.FINISH_REASON_STOP
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        (
+            "Repeat: 🌊🦆",
+            "🌊🦆",
+            "Repeat: \U0001f469\u200d\U0001f680\U0001f44d\U0001f3fd\U0001f1e9\U0001f1ea",
+        ),
+        ("Repeat: 你好，世界。", "你好，世界。", "Repeat: 水在河里。"),
+        (
+            "Repeat exactly: \U0001f44d\U0001f3fd \U0001f469\u200d\U0001f680 "
+            "\U0001f1e9\U0001f1ea 🌊🦆",
+        ),
+    ],
+    ids=["emoji", "Chinese", "emoji and prose"],
+)
+async def test_text_beyond_ascii_is_the_same_every_way(
+    mesh: Mesh, client: openai.AsyncOpenAI, turns: tuple[str, ...]
+) -> None:
+    messages: list[Any] = [
+        {"role": role, "content": turn}
+        for role, turn in zip(itertools.cycle(("user", "assistant")), turns, strict=False)
+    ]
+    wanted: dict[str, Any] = {
+        "model": "smollm2",
+        "messages": messages,
+        "temperature": 0,
+        "max_tokens": 48,
+    }
+    whole = (await client.chat.completions.create(**wanted)).choices[0].message.content or ""
+    stream = await client.chat.completions.create(**wanted, stream=True)
+    pieces = [choice.delta.content or "" async for chunk in stream for choice in chunk.choices]
+    request = pb.GenerateRequest(
+        model="smollm2",
+        messages=pb.ChatMessages(messages=[pb.ChatMessage(**message) for message in messages]),
+        sampling=pb.SamplingOptions(temperature=0, max_tokens=48),
+    )
+    async with connect(mesh.grpc) as channel:
+        parts = [part async for part in rpc.InferenceServiceStub(channel).Generate(request)]
+    assert "".join(pieces) == whole
+    assert "".join(part.text_delta for part in parts) == whole
+    assert not whole.isascii()
+    assert "\ufffd" not in whole
