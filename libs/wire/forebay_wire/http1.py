@@ -459,6 +459,10 @@ class Connection(asyncio.Protocol):
         if current is not None and current.has_begun:
             unsent = current.take_unsent()
             if unsent:
+                # This is the token path: nearly always there is nothing else.
+                if not parts and self._transport is not None:
+                    self._transport.write(unsent)
+                    return
                 parts.append(unsent)
         if not parts or self._transport is None:
             return

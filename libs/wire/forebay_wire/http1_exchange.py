@@ -175,11 +175,16 @@ class Http1Exchange:
         if not unsent:
             return b""
         part = unsent[0] if len(unsent) == 1 else b"".join(unsent)
-        self._unsent = []
-        first, self._first = self._first, b""
-        if self._is_chunked:
-            return b"%b%x\r\n%b\r\n" % (first, len(part), part)
-        return first + part
+        unsent.clear()
+        if not self._is_chunked:
+            chunk = part
+        elif len(part) < core.CHUNKS_AT_HAND:
+            chunk = b"".join((core.CHUNK_HEADS[len(part)], part, b"\r\n"))
+        else:
+            chunk = b"%x\r\n%b\r\n" % (len(part), part)
+        if self._first:
+            chunk, self._first = self._first + chunk, b""
+        return chunk
 
     def end(self) -> None:
         """See `Exchange`."""

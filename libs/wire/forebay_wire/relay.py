@@ -262,6 +262,12 @@ class Call:
         if self._stream is not None:
             self._stream.resume()
 
+    def trickle(self, kept_bytes: int) -> None:
+        """The caller, which cannot take more, has come down to `kept_bytes` that it keeps: the next
+        hop sees in time that somebody still reads."""
+        if self._stream is not None:
+            self._stream.trickle(kept_bytes)
+
     @property
     def is_done(self) -> bool:
         """Whether it has ended."""

@@ -234,6 +234,7 @@ class Server:
             budget=self.held,
             on_request=self._on_request,
             on_cut=self.cut,
+            on_waiting=_trickle,
             age_s=age_s * self._rng.uniform(0.9, 1.1) if age_s > 0 else None,
         )
 
@@ -460,6 +461,11 @@ class _RelayedCall:
         """The client has caught up."""
         if self._call is not None:
             self._call.resume()
+
+    def trickle(self) -> None:
+        """The client may have taken some of what waits for it."""
+        if self._call is not None:
+            self._call.trickle(self._stream.pending_bytes)
 
     # --- What the relay tells ------------------------------------------------------------------
 
@@ -848,6 +854,12 @@ class _HandledCall:
 
 
 _UNKNOWN_ENCODING = metadata_block((("grpc-accept-encoding", _ACCEPTED_ENCODINGS),))
+
+
+def _trickle(stream: Stream) -> None:
+    receiver = stream.receiver
+    if isinstance(receiver, _RelayedCall):
+        receiver.trickle()
 
 
 def _remove_stale_socket(path: str) -> None:

@@ -28,11 +28,13 @@ TICK_S = 0.5
 # minutes have passed (`grpc.http2.max_ping_strikes`, `min_ping_interval_without_data_ms`).
 _PINGS_IN_SILENCE = 2
 _LONG_SILENCE_S = 310.0
+_LOOKS_WHILE_WAITING = 4
 _LAST_WORDS_S = 2.0
 _BUFFER_HIGH_BYTES = 256 << 10
 
 OnRequest = Callable[[Stream, Headers, bool, bool], None]
 OnCut = Callable[[Stream, Reason], None]
+OnWaiting = Callable[[Stream], None]
 
 
 class Turn:
@@ -123,10 +125,12 @@ class Wire(asyncio.Protocol):
         on_request: OnRequest | None = None,
         on_capacity: Callable[[], None] | None = None,
         on_cut: OnCut | None = None,
+        on_waiting: OnWaiting | None = None,
         on_lost: Callable[[Wire], None] | None = None,
         age_s: float | None = None,
     ) -> None:
-        """`on_cut` ends a stream with a status; without it streams are reset. `age_s` is how long
+        """`on_cut` ends a stream with a status; without it streams are reset. `on_waiting` is told
+        of each stream whose reader lags, a few times within `slow_reader_s`. `age_s` is how long
         the connection may live; None is for ever."""
         self._wires = wires
         self._limits = wires.limits
@@ -135,6 +139,7 @@ class Wire(asyncio.Protocol):
         self._on_request = on_request
         self._on_capacity = on_capacity
         self._on_cut = on_cut
+        self._on_waiting = on_waiting
         self._on_lost = on_lost
         self._age_s = age_s
         self._transport: Any = None
@@ -147,6 +152,7 @@ class Wire(asyncio.Protocol):
         self._retire_grace_s: float | None = None
         self._is_retired_for_good = False
         self._paused_at: float | None = None
+        self._told_waiting_at = 0.0
         self._closing_at: float | None = None
 
     # --- asyncio.Protocol ----------------------------------------------------------------------
@@ -280,8 +286,17 @@ class Wire(asyncio.Protocol):
             return
         for stream in connection.slow_readers():
             self._cut(stream, Reason.SLOW_READER)
+        self._tell_waiting(now)
         self._tick_retirement(now)
         self._tick_keepalive(now)
+
+    def _tell_waiting(self, now: float) -> None:
+        # Often enough that the hop behind, which cuts slow readers by itself, sees it in time.
+        due_s = self._limits.slow_reader_s / _LOOKS_WHILE_WAITING
+        if self._on_waiting is not None and now - self._told_waiting_at >= due_s:
+            self._told_waiting_at = now
+            for stream in list(self.connection.blocked.values()):
+                self._on_waiting(stream)
 
     def _cut(self, stream: Stream, reason: Reason) -> None:
         if self._on_cut is not None:

@@ -126,6 +126,25 @@ async def test_a_reader_that_takes_nothing_is_cut_and_hears_why(hops: Hops) -> N
     await peer.close()
 
 
+async def test_a_reader_that_is_slow_but_steady_is_cut_by_no_hop(hops: Hops) -> None:
+    limits = Limits(slow_reader_s=1.0)
+    engine = await hops.engine(limits=limits)
+    policy = RecordingPolicy([engine.address])
+    relay = await hops.relay(policy, limits=limits)
+    peer = await RawPeer.connect(address_of(relay), {SettingsFrame.INITIAL_WINDOW_SIZE: 1000})
+    peer.send(peer.request(1, Script(100_000, 1000)))
+    await until(lambda: relay.held.used_bytes >= Limits().stream_window_bytes - 1000)
+    sent = engine.seen.sent
+    # What waits lasts for several times as long as a reader may take nothing.
+    for _ in range(25):
+        await asyncio.sleep(0.1)
+        peer.send(WindowUpdateFrame(1, 2000), WindowUpdateFrame(0, 2000))
+        assert relay.held.used_bytes <= Limits().stream_window_bytes
+    assert engine.seen.sent > sent
+    assert (relay.slow_readers_cut, policy.outcomes) == (0, {})
+    await peer.close()
+
+
 async def test_a_handler_s_reader_that_takes_nothing_is_cut(hops: Hops) -> None:
     engine = await hops.engine(limits=Limits(slow_reader_s=0.5))
     peer = await RawPeer.connect(engine.address)

@@ -22,6 +22,9 @@ Fields: TypeAlias = Sequence[tuple[bytes, bytes]]
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
+CHUNKS_AT_HAND = 2048
+CHUNK_HEADS = [b"%x\r\n" % size for size in range(CHUNKS_AT_HAND)]
+"""What stands ahead of a chunk, by its size: formatting it costs as much as sending it on."""
 JSON = "application/json"
 _PHRASES = {499: "Client Closed Request"} | {int(s): s.phrase for s in HTTPStatus}
 _ONCE = frozenset({b"host", b"content-length", b"transfer-encoding"})

@@ -216,6 +216,16 @@ class Stream:
         if self.receive_left < self.receive_low and not self._ended_there and self.is_open:
             self.connection.replenish(self)
 
+    def trickle(self, kept_bytes: int) -> None:
+        """While held, give credit for what was taken on meanwhile.
+
+        `kept_bytes` is what is not taken on yet. With what may still come it stays within a window.
+        """
+        increment = self.receive_window - self.receive_left - kept_bytes
+        if increment > 0 and not self._ended_there and self.is_open:
+            self.receive_left += increment
+            self.connection.write(frames.window_update(self.id, increment))
+
     def pump(self) -> None:
         """Send of what waits as much as the windows allow."""
         connection, pending = self.connection, self._pending
