@@ -552,7 +552,7 @@ class Hops:
     ) -> grpc.aio.Channel:
         """A client's channel to a hop."""
         address = target if isinstance(target, str) else address_of(target)
-        options = (*UNLIMITED, *options)
+        options = tuple({**dict(UNLIMITED), **dict(options)}.items())
         if certificates is None:
             channel = grpc.aio.insecure_channel(address, options=options, compression=compression)
         else:
