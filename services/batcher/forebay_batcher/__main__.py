@@ -68,6 +68,8 @@ async def serve(
         connection_age_s=0,
         # A router whose callers all leave at once resets all of its streams.
         nuisances=2 * config.streams_per_connection_max,
+        # So many may leave each second: the connection is every caller's.
+        nuisances_per_s=2.0 * config.streams_per_connection_max,
     )
     pool = ClientPool(wire_limits)
     engine = EngineLoop(
