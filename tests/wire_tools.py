@@ -28,7 +28,7 @@ from forebay_common import metadata as md
 from forebay_common.errors import ForebayError, Reason, abort, to_rpc_status
 from forebay_wire.client import ClientPool
 from forebay_wire.core.limits import Limits
-from forebay_wire.policy import SERVICE, Fail, Head, Outcome, Progress, Retry, Route
+from forebay_wire.policy import SERVICE, Fail, Head, Outcome, Policy, Progress, Retry, Route
 from forebay_wire.relay import Relay
 from forebay_wire.server import Server
 from forebay_wire.tls import client_context, server_context
@@ -291,7 +291,7 @@ class SyncEngine(rpc.InferenceServiceServicer):
 
 
 @dataclasses.dataclass
-class RecordingPolicy:
+class RecordingPolicy(Policy):
     """Sends attempts to its targets in turn, the last one again and again, and keeps account."""
 
     targets: list[str]

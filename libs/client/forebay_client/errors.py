@@ -39,6 +39,14 @@ class Conflict(ForebayError):
     """The request contradicts what is stored: read it again, then decide."""
 
 
+class NotAllowed(ForebayError):
+    """The API key is missing, not known, expired or revoked, or may not do this."""
+
+
+class RateLimited(ForebayError):
+    """The tenant's limit is reached; wait `retry_after_s` seconds."""
+
+
 class Overloaded(ForebayError):
     """No replica can take the request now; wait `retry_after_s` seconds, where given."""
 
@@ -88,6 +96,12 @@ CLASSES: Mapping[Reason, type[ForebayError]] = {
     Reason.CANCELLED: Cancelled,
     Reason.SLOW_READER: Cancelled,
     Reason.REPLICA_LOST: ReplicaLost,
+    Reason.UNAUTHENTICATED: NotAllowed,
+    Reason.PERMISSION_DENIED: NotAllowed,
+    Reason.RATE_LIMITED: RateLimited,
+    Reason.QUARANTINED: InvalidRequest,
+    Reason.KEY_NOT_FOUND: NotFound,
+    Reason.TENANT_NOT_FOUND: NotFound,
     Reason.INTERNAL: ServerFault,
     Reason.LOAD_FAILED: ServerFault,
     Reason.STORE_UNAVAILABLE: ServerFault,

@@ -18,6 +18,8 @@ from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from forebay_common.metadata import Metadata
+
 DOMAIN = "forebay"
 _RETRY_AFTER_S_MAX = 86_400.0
 
@@ -52,6 +54,12 @@ class Reason(StrEnum):
     STALE_FENCE = "STALE_FENCE"
     STORE_UNAVAILABLE = "STORE_UNAVAILABLE"
     SLOW_READER = "SLOW_READER"
+    UNAUTHENTICATED = "UNAUTHENTICATED"
+    PERMISSION_DENIED = "PERMISSION_DENIED"
+    RATE_LIMITED = "RATE_LIMITED"
+    QUARANTINED = "QUARANTINED"
+    KEY_NOT_FOUND = "KEY_NOT_FOUND"
+    TENANT_NOT_FOUND = "TENANT_NOT_FOUND"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,6 +133,15 @@ TABLE: Mapping[Reason, Status] = {
     ),
     # What is exhausted is the room to keep an answer that its caller does not take.
     Reason.SLOW_READER: _row(_Code.RESOURCE_EXHAUSTED, 408, _BAD, "slow_reader"),
+    Reason.UNAUTHENTICATED: _row(_Code.UNAUTHENTICATED, 401, _BAD, "invalid_api_key"),
+    Reason.PERMISSION_DENIED: _row(_Code.PERMISSION_DENIED, 403, _BAD, "permission_denied"),
+    Reason.RATE_LIMITED: _row(
+        _Code.RESOURCE_EXHAUSTED, 429, "rate_limit_error", "rate_limit_exceeded", retryable=True
+    ),
+    # The request has ended several runners: it is not tried on another.
+    Reason.QUARANTINED: _row(_Code.FAILED_PRECONDITION, 422, _BAD, "quarantined"),
+    Reason.KEY_NOT_FOUND: _row(_Code.NOT_FOUND, 404, _BAD, "key_not_found"),
+    Reason.TENANT_NOT_FOUND: _row(_Code.NOT_FOUND, 404, _BAD, "tenant_not_found"),
 }
 
 # How a peer's bare status reads when it carries no ErrorInfo of ours: a proxy's, a library's, or
@@ -149,12 +166,15 @@ class ForebayError(Exception):
         *,
         param: str | None = None,
         retry_after_s: float | None = None,
+        answer: Metadata = (),
     ) -> None:
+        """`answer` is for the caller alone: HTTP headers, or trailing metadata of the call."""
         super().__init__(message)
         self.reason = reason
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+        self.answer = answer
 
     @property
     def status(self) -> Status:

@@ -14,7 +14,7 @@ from forebay.inference.v1 import inference_service_pb2 as pb
 from forebay_common import metadata as md
 from forebay_common.errors import ForebayError, Reason
 from forebay_common.telemetry import passed_on, start_span
-from forebay_wire.policy import Decision, Fail, Head, Method, Outcome, Progress, Route
+from forebay_wire.policy import Decision, Fail, Head, Method, Outcome, Policy, Progress, Route
 from forebay_wire.waiting import Waiting
 from google.protobuf.message import DecodeError
 from opentelemetry.trace import Span, StatusCode
@@ -30,7 +30,7 @@ _CLASSES = {priority.name: priority for priority in PriorityClass}
 _PASSED_ON = (md.TENANT, md.SESSION, md.ATTEMPT, md.PROMPT_TOKENS)
 
 
-class BatcherPolicy:
+class BatcherPolicy(Policy):
     """Decides for the batcher's relay."""
 
     def __init__(

@@ -102,3 +102,9 @@ class BatcherService(rpc.BatcherServiceServicer):
                 Reason.DEADLINE_EXCEEDED, "Requests are still running; the drain goes on."
             ) from None
         return pb.DrainReplicaResponse()
+
+    async def EnsureModel(  # noqa: N802
+        self, request: pb.EnsureModelRequest, context: Context
+    ) -> AsyncIterator[pb.EnsureModelResponse]:
+        raise ForebayError(Reason.UNSUPPORTED, "This batcher cannot load models yet.")
+        yield

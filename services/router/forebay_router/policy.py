@@ -17,7 +17,17 @@ from forebay.inference.v1 import inference_service_pb2 as inference
 from forebay_common import metadata as md
 from forebay_common.errors import ForebayError, Reason
 from forebay_common.telemetry import passed_on, start_child, start_span, trace_id_of
-from forebay_wire.policy import Decision, Fail, Head, Method, Outcome, Progress, Retry, Route
+from forebay_wire.policy import (
+    Decision,
+    Fail,
+    Head,
+    Method,
+    Outcome,
+    Policy,
+    Progress,
+    Retry,
+    Route,
+)
 from forebay_wire.waiting import Waiting
 from google.protobuf.message import DecodeError
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
@@ -60,7 +70,7 @@ class _Flight:
     tried: tuple[str, ...] = ()
 
 
-class RouterPolicy:
+class RouterPolicy(Policy):
     """The router's policy for its relay."""
 
     def __init__(

@@ -25,41 +25,45 @@ _sym_db = _symbol_database.Default()
 from forebay.engine.v1 import engine_service_pb2 as forebay_dot_engine_dot_v1_dot_engine__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(forebay/batcher/v1/batcher_service.proto\x12\x12\x66orebay.batcher.v1\x1a&forebay/engine/v1/engine_service.proto\"\xd0\x01\n\x07Replica\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12&\n\x04role\x18\x04 \x01(\x0e\x32\x18.forebay.batcher.v1.Role\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12\x30\n\x06models\x18\x06 \x03(\x0b\x32 .forebay.batcher.v1.ReplicaModel\x12\x17\n\x0f\x62\x61tcher_version\x18\x07 \x01(\t\x12\r\n\x05\x66\x65nce\x18\x08 \x01(\x03\"\xa3\x02\n\x0cReplicaModel\x12\x15\n\rmodel_version\x18\x01 \x01(\t\x12,\n\x05state\x18\x02 \x01(\x0e\x32\x1d.forebay.engine.v1.ModelState\x12+\n\x05phase\x18\x03 \x01(\x0e\x32\x1c.forebay.engine.v1.LoadPhase\x12\x0e\n\x06queued\x18\x04 \x01(\r\x12\x11\n\tin_flight\x18\x05 \x01(\r\x12\r\n\x05slots\x18\x06 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x07 \x01(\x01\x12\x18\n\x10generated_tokens\x18\x08 \x01(\x04\x12\x16\n\x0e\x63ontext_tokens\x18\t \x01(\r\x12%\n\x04task\x18\n \x01(\x0e\x32\x17.forebay.engine.v1.Task\"/\n\x13WatchReplicaRequest\x12\x18\n\x10load_interval_ms\x18\x01 \x01(\r\"V\n\x14WatchReplicaResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12,\n\x07replica\x18\x02 \x01(\x0b\x32\x1b.forebay.batcher.v1.Replica\" \n\x0fGetQueueRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"w\n\x10GetQueueResponse\x12\x33\n\x08requests\x18\x01 \x03(\x0b\x32!.forebay.batcher.v1.QueuedRequest\x12.\n\x06\x64\x65pths\x18\x02 \x03(\x0b\x32\x1e.forebay.batcher.v1.ClassDepth\"\xb4\x01\n\rQueuedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rmodel_version\x18\x02 \x01(\t\x12\x39\n\x0epriority_class\x18\x03 \x01(\x0e\x32!.forebay.batcher.v1.PriorityClass\x12\x11\n\twaited_ms\x18\x04 \x01(\r\x12\x19\n\x0cremaining_ms\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_remaining_ms\"f\n\nClassDepth\x12\x39\n\x0epriority_class\x18\x01 \x01(\x0e\x32!.forebay.batcher.v1.PriorityClass\x12\x0e\n\x06queued\x18\x02 \x01(\r\x12\r\n\x05limit\x18\x03 \x01(\r\"\'\n\x16\x41\x63tivateReplicaRequest\x12\r\n\x05\x66\x65nce\x18\x01 \x01(\x03\"G\n\x17\x41\x63tivateReplicaResponse\x12,\n\x07replica\x18\x01 \x01(\x0b\x32\x1b.forebay.batcher.v1.Replica\"$\n\x13\x44rainReplicaRequest\x12\r\n\x05\x66\x65nce\x18\x01 \x01(\x03\"\x16\n\x14\x44rainReplicaResponse*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_ACTIVE\x10\x01\x12\x10\n\x0cROLE_STANDBY\x10\x02*\x85\x01\n\rPriorityClass\x12\x1e\n\x1aPRIORITY_CLASS_UNSPECIFIED\x10\x00\x12\x1b\n\x17PRIORITY_CLASS_REALTIME\x10\x01\x12\x18\n\x14PRIORITY_CLASS_BATCH\x10\x02\x12\x1d\n\x19PRIORITY_CLASS_BACKGROUND\x10\x03\x32\x9b\x03\n\x0e\x42\x61tcherService\x12\x63\n\x0cWatchReplica\x12\'.forebay.batcher.v1.WatchReplicaRequest\x1a(.forebay.batcher.v1.WatchReplicaResponse0\x01\x12U\n\x08GetQueue\x12#.forebay.batcher.v1.GetQueueRequest\x1a$.forebay.batcher.v1.GetQueueResponse\x12j\n\x0f\x41\x63tivateReplica\x12*.forebay.batcher.v1.ActivateReplicaRequest\x1a+.forebay.batcher.v1.ActivateReplicaResponse\x12\x61\n\x0c\x44rainReplica\x12\'.forebay.batcher.v1.DrainReplicaRequest\x1a(.forebay.batcher.v1.DrainReplicaResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(forebay/batcher/v1/batcher_service.proto\x12\x12\x66orebay.batcher.v1\x1a&forebay/engine/v1/engine_service.proto\"@\n\x12\x45nsureModelRequest\x12*\n\x04spec\x18\x01 \x01(\x0b\x32\x1c.forebay.engine.v1.ModelSpec\"p\n\x13\x45nsureModelResponse\x12,\n\x05state\x18\x01 \x01(\x0e\x32\x1d.forebay.engine.v1.ModelState\x12+\n\x05phase\x18\x02 \x01(\x0e\x32\x1c.forebay.engine.v1.LoadPhase\"\xd0\x01\n\x07Replica\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12&\n\x04role\x18\x04 \x01(\x0e\x32\x18.forebay.batcher.v1.Role\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\x12\x30\n\x06models\x18\x06 \x03(\x0b\x32 .forebay.batcher.v1.ReplicaModel\x12\x17\n\x0f\x62\x61tcher_version\x18\x07 \x01(\t\x12\r\n\x05\x66\x65nce\x18\x08 \x01(\x03\"\xd2\x02\n\x0cReplicaModel\x12\x15\n\rmodel_version\x18\x01 \x01(\t\x12,\n\x05state\x18\x02 \x01(\x0e\x32\x1d.forebay.engine.v1.ModelState\x12+\n\x05phase\x18\x03 \x01(\x0e\x32\x1c.forebay.engine.v1.LoadPhase\x12\x0e\n\x06queued\x18\x04 \x01(\r\x12\x11\n\tin_flight\x18\x05 \x01(\r\x12\r\n\x05slots\x18\x06 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x07 \x01(\x01\x12\x18\n\x10generated_tokens\x18\x08 \x01(\x04\x12\x16\n\x0e\x63ontext_tokens\x18\t \x01(\r\x12%\n\x04task\x18\n \x01(\x0e\x32\x17.forebay.engine.v1.Task\x12\x1d\n\x15waiting_prompt_tokens\x18\x0b \x01(\x04\x12\x0e\n\x06reason\x18\x0c \x01(\t\"/\n\x13WatchReplicaRequest\x12\x18\n\x10load_interval_ms\x18\x01 \x01(\r\"V\n\x14WatchReplicaResponse\x12\x10\n\x08revision\x18\x01 \x01(\x04\x12,\n\x07replica\x18\x02 \x01(\x0b\x32\x1b.forebay.batcher.v1.Replica\" \n\x0fGetQueueRequest\x12\r\n\x05limit\x18\x01 \x01(\r\"w\n\x10GetQueueResponse\x12\x33\n\x08requests\x18\x01 \x03(\x0b\x32!.forebay.batcher.v1.QueuedRequest\x12.\n\x06\x64\x65pths\x18\x02 \x03(\x0b\x32\x1e.forebay.batcher.v1.ClassDepth\"\xb4\x01\n\rQueuedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rmodel_version\x18\x02 \x01(\t\x12\x39\n\x0epriority_class\x18\x03 \x01(\x0e\x32!.forebay.batcher.v1.PriorityClass\x12\x11\n\twaited_ms\x18\x04 \x01(\r\x12\x19\n\x0cremaining_ms\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_remaining_ms\"f\n\nClassDepth\x12\x39\n\x0epriority_class\x18\x01 \x01(\x0e\x32!.forebay.batcher.v1.PriorityClass\x12\x0e\n\x06queued\x18\x02 \x01(\r\x12\r\n\x05limit\x18\x03 \x01(\r\"\'\n\x16\x41\x63tivateReplicaRequest\x12\r\n\x05\x66\x65nce\x18\x01 \x01(\x03\"G\n\x17\x41\x63tivateReplicaResponse\x12,\n\x07replica\x18\x01 \x01(\x0b\x32\x1b.forebay.batcher.v1.Replica\"$\n\x13\x44rainReplicaRequest\x12\r\n\x05\x66\x65nce\x18\x01 \x01(\x03\"\x16\n\x14\x44rainReplicaResponse*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_ACTIVE\x10\x01\x12\x10\n\x0cROLE_STANDBY\x10\x02*\x85\x01\n\rPriorityClass\x12\x1e\n\x1aPRIORITY_CLASS_UNSPECIFIED\x10\x00\x12\x1b\n\x17PRIORITY_CLASS_REALTIME\x10\x01\x12\x18\n\x14PRIORITY_CLASS_BATCH\x10\x02\x12\x1d\n\x19PRIORITY_CLASS_BACKGROUND\x10\x03\x32\xfd\x03\n\x0e\x42\x61tcherService\x12\x63\n\x0cWatchReplica\x12\'.forebay.batcher.v1.WatchReplicaRequest\x1a(.forebay.batcher.v1.WatchReplicaResponse0\x01\x12U\n\x08GetQueue\x12#.forebay.batcher.v1.GetQueueRequest\x1a$.forebay.batcher.v1.GetQueueResponse\x12j\n\x0f\x41\x63tivateReplica\x12*.forebay.batcher.v1.ActivateReplicaRequest\x1a+.forebay.batcher.v1.ActivateReplicaResponse\x12\x61\n\x0c\x44rainReplica\x12\'.forebay.batcher.v1.DrainReplicaRequest\x1a(.forebay.batcher.v1.DrainReplicaResponse\x12`\n\x0b\x45nsureModel\x12&.forebay.batcher.v1.EnsureModelRequest\x1a\'.forebay.batcher.v1.EnsureModelResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'forebay.batcher.v1.batcher_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=1364
-  _globals['_ROLE']._serialized_end=1427
-  _globals['_PRIORITYCLASS']._serialized_start=1430
-  _globals['_PRIORITYCLASS']._serialized_end=1563
-  _globals['_REPLICA']._serialized_start=105
-  _globals['_REPLICA']._serialized_end=313
-  _globals['_REPLICAMODEL']._serialized_start=316
-  _globals['_REPLICAMODEL']._serialized_end=607
-  _globals['_WATCHREPLICAREQUEST']._serialized_start=609
-  _globals['_WATCHREPLICAREQUEST']._serialized_end=656
-  _globals['_WATCHREPLICARESPONSE']._serialized_start=658
-  _globals['_WATCHREPLICARESPONSE']._serialized_end=744
-  _globals['_GETQUEUEREQUEST']._serialized_start=746
-  _globals['_GETQUEUEREQUEST']._serialized_end=778
-  _globals['_GETQUEUERESPONSE']._serialized_start=780
-  _globals['_GETQUEUERESPONSE']._serialized_end=899
-  _globals['_QUEUEDREQUEST']._serialized_start=902
-  _globals['_QUEUEDREQUEST']._serialized_end=1082
-  _globals['_CLASSDEPTH']._serialized_start=1084
-  _globals['_CLASSDEPTH']._serialized_end=1186
-  _globals['_ACTIVATEREPLICAREQUEST']._serialized_start=1188
-  _globals['_ACTIVATEREPLICAREQUEST']._serialized_end=1227
-  _globals['_ACTIVATEREPLICARESPONSE']._serialized_start=1229
-  _globals['_ACTIVATEREPLICARESPONSE']._serialized_end=1300
-  _globals['_DRAINREPLICAREQUEST']._serialized_start=1302
-  _globals['_DRAINREPLICAREQUEST']._serialized_end=1338
-  _globals['_DRAINREPLICARESPONSE']._serialized_start=1340
-  _globals['_DRAINREPLICARESPONSE']._serialized_end=1362
-  _globals['_BATCHERSERVICE']._serialized_start=1566
-  _globals['_BATCHERSERVICE']._serialized_end=1977
+  _globals['_ROLE']._serialized_start=1591
+  _globals['_ROLE']._serialized_end=1654
+  _globals['_PRIORITYCLASS']._serialized_start=1657
+  _globals['_PRIORITYCLASS']._serialized_end=1790
+  _globals['_ENSUREMODELREQUEST']._serialized_start=104
+  _globals['_ENSUREMODELREQUEST']._serialized_end=168
+  _globals['_ENSUREMODELRESPONSE']._serialized_start=170
+  _globals['_ENSUREMODELRESPONSE']._serialized_end=282
+  _globals['_REPLICA']._serialized_start=285
+  _globals['_REPLICA']._serialized_end=493
+  _globals['_REPLICAMODEL']._serialized_start=496
+  _globals['_REPLICAMODEL']._serialized_end=834
+  _globals['_WATCHREPLICAREQUEST']._serialized_start=836
+  _globals['_WATCHREPLICAREQUEST']._serialized_end=883
+  _globals['_WATCHREPLICARESPONSE']._serialized_start=885
+  _globals['_WATCHREPLICARESPONSE']._serialized_end=971
+  _globals['_GETQUEUEREQUEST']._serialized_start=973
+  _globals['_GETQUEUEREQUEST']._serialized_end=1005
+  _globals['_GETQUEUERESPONSE']._serialized_start=1007
+  _globals['_GETQUEUERESPONSE']._serialized_end=1126
+  _globals['_QUEUEDREQUEST']._serialized_start=1129
+  _globals['_QUEUEDREQUEST']._serialized_end=1309
+  _globals['_CLASSDEPTH']._serialized_start=1311
+  _globals['_CLASSDEPTH']._serialized_end=1413
+  _globals['_ACTIVATEREPLICAREQUEST']._serialized_start=1415
+  _globals['_ACTIVATEREPLICAREQUEST']._serialized_end=1454
+  _globals['_ACTIVATEREPLICARESPONSE']._serialized_start=1456
+  _globals['_ACTIVATEREPLICARESPONSE']._serialized_end=1527
+  _globals['_DRAINREPLICAREQUEST']._serialized_start=1529
+  _globals['_DRAINREPLICAREQUEST']._serialized_end=1565
+  _globals['_DRAINREPLICARESPONSE']._serialized_start=1567
+  _globals['_DRAINREPLICARESPONSE']._serialized_end=1589
+  _globals['_BATCHERSERVICE']._serialized_start=1793
+  _globals['_BATCHERSERVICE']._serialized_end=2302
 # @@protoc_insertion_point(module_scope)

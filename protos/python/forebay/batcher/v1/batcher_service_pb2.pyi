@@ -73,6 +73,56 @@ PRIORITY_CLASS_BACKGROUND: PriorityClass.ValueType  # 3
 Global___PriorityClass: _TypeAlias = PriorityClass  # noqa: Y015
 
 @_typing.final
+class EnsureModelRequest(_message.Message):
+    """EnsureModelRequest names a model version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def spec(self) -> _engine_service_pb2.ModelSpec:
+        """How to run it. Required."""
+
+    def __init__(
+        self,
+        *,
+        spec: _engine_service_pb2.ModelSpec | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnsureModelRequest: _TypeAlias = EnsureModelRequest  # noqa: Y015
+
+@_typing.final
+class EnsureModelResponse(_message.Message):
+    """EnsureModelResponse is where it has got to."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    state: _engine_service_pb2.ModelState.ValueType
+    """Its state."""
+    phase: _engine_service_pb2.LoadPhase.ValueType
+    """The phase of its load."""
+    def __init__(
+        self,
+        *,
+        state: _engine_service_pb2.ModelState.ValueType = ...,
+        phase: _engine_service_pb2.LoadPhase.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["phase", b"phase", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EnsureModelResponse: _TypeAlias = EnsureModelResponse  # noqa: Y015
+
+@_typing.final
 class Replica(_message.Message):
     """Replica is one replica as discovery and watchers see it."""
 
@@ -140,6 +190,8 @@ class ReplicaModel(_message.Message):
     GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
+    WAITING_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     model_version: _builtins.str
     """`name@version`."""
     state: _engine_service_pb2.ModelState.ValueType
@@ -160,6 +212,12 @@ class ReplicaModel(_message.Message):
     """Longest prompt and answer together, in tokens. 0 while unknown."""
     task: _engine_service_pb2.Task.ValueType
     """What it answers with."""
+    waiting_prompt_tokens: _builtins.int
+    """Estimated prompt tokens of the requests that wait, and of those in flight without a first
+    message.
+    """
+    reason: _builtins.str
+    """Why the state is FAILED; empty otherwise."""
     def __init__(
         self,
         *,
@@ -173,10 +231,12 @@ class ReplicaModel(_message.Message):
         generated_tokens: _builtins.int = ...,
         context_tokens: _builtins.int = ...,
         task: _engine_service_pb2.Task.ValueType = ...,
+        waiting_prompt_tokens: _builtins.int = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "generated_tokens", b"generated_tokens", "in_flight", b"in_flight", "kv_cache_usage", b"kv_cache_usage", "model_version", b"model_version", "phase", b"phase", "queued", b"queued", "slots", b"slots", "state", b"state", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "generated_tokens", b"generated_tokens", "in_flight", b"in_flight", "kv_cache_usage", b"kv_cache_usage", "model_version", b"model_version", "phase", b"phase", "queued", b"queued", "reason", b"reason", "slots", b"slots", "state", b"state", "task", b"task", "waiting_prompt_tokens", b"waiting_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

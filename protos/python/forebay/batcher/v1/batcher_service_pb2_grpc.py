@@ -55,6 +55,11 @@ class BatcherServiceStub:
                 request_serializer=forebay_dot_batcher_dot_v1_dot_batcher__service__pb2.DrainReplicaRequest.SerializeToString,
                 response_deserializer=forebay_dot_batcher_dot_v1_dot_batcher__service__pb2.DrainReplicaResponse.FromString,
                 _registered_method=True)
+        self.EnsureModel = channel.unary_stream(
+                '/forebay.batcher.v1.BatcherService/EnsureModel',
+                request_serializer=forebay_dot_batcher_dot_v1_dot_batcher__service__pb2.EnsureModelRequest.SerializeToString,
+                response_deserializer=forebay_dot_batcher_dot_v1_dot_batcher__service__pb2.EnsureModelResponse.FromString,
+                _registered_method=True)
 
 
 class BatcherServiceServicer:
@@ -93,6 +98,16 @@ class BatcherServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def EnsureModel(self, request, context):
+        """EnsureModel makes a model version take requests here: wakes it, loads it, or finds it there.
+        Streams its state while that lasts; the last message has state ACTIVE or FAILED. Idempotent:
+        calls join what is under way. Cancelling the call stops nothing.
+        Reasons: DRAINING, INSUFFICIENT_MEMORY, ARTIFACT_INVALID, LOAD_FAILED, NO_REPLICA.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BatcherServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -115,6 +130,11 @@ def add_BatcherServiceServicer_to_server(servicer, server):
                     servicer.DrainReplica,
                     request_deserializer=forebay_dot_batcher_dot_v1_dot_batcher__service__pb2.DrainReplicaRequest.FromString,
                     response_serializer=forebay_dot_batcher_dot_v1_dot_batcher__service__pb2.DrainReplicaResponse.SerializeToString,
+            ),
+            'EnsureModel': grpc.unary_stream_rpc_method_handler(
+                    servicer.EnsureModel,
+                    request_deserializer=forebay_dot_batcher_dot_v1_dot_batcher__service__pb2.EnsureModelRequest.FromString,
+                    response_serializer=forebay_dot_batcher_dot_v1_dot_batcher__service__pb2.EnsureModelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -226,6 +246,33 @@ class BatcherService:
             '/forebay.batcher.v1.BatcherService/DrainReplica',
             forebay_dot_batcher_dot_v1_dot_batcher__service__pb2.DrainReplicaRequest.SerializeToString,
             forebay_dot_batcher_dot_v1_dot_batcher__service__pb2.DrainReplicaResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EnsureModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/forebay.batcher.v1.BatcherService/EnsureModel',
+            forebay_dot_batcher_dot_v1_dot_batcher__service__pb2.EnsureModelRequest.SerializeToString,
+            forebay_dot_batcher_dot_v1_dot_batcher__service__pb2.EnsureModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,6 +48,12 @@ class BatcherServiceStub:
     """DrainReplica stops announcing the replica, refuses new requests, and returns when none is left.
     Idempotent. Reasons: STALE_FENCE, DEADLINE_EXCEEDED.
     """
+    EnsureModel: _grpc.UnaryStreamMultiCallable[_batcher_service_pb2.EnsureModelRequest, _batcher_service_pb2.EnsureModelResponse]
+    """EnsureModel makes a model version take requests here: wakes it, loads it, or finds it there.
+    Streams its state while that lasts; the last message has state ACTIVE or FAILED. Idempotent:
+    calls join what is under way. Cancelling the call stops nothing.
+    Reasons: DRAINING, INSUFFICIENT_MEMORY, ARTIFACT_INVALID, LOAD_FAILED, NO_REPLICA.
+    """
 
 @_typing.type_check_only
 class BatcherServiceAsyncStub(BatcherServiceStub):
@@ -68,6 +74,12 @@ class BatcherServiceAsyncStub(BatcherServiceStub):
     DrainReplica: _aio.UnaryUnaryMultiCallable[_batcher_service_pb2.DrainReplicaRequest, _batcher_service_pb2.DrainReplicaResponse]  # type: ignore[assignment]
     """DrainReplica stops announcing the replica, refuses new requests, and returns when none is left.
     Idempotent. Reasons: STALE_FENCE, DEADLINE_EXCEEDED.
+    """
+    EnsureModel: _aio.UnaryStreamMultiCallable[_batcher_service_pb2.EnsureModelRequest, _batcher_service_pb2.EnsureModelResponse]  # type: ignore[assignment]
+    """EnsureModel makes a model version take requests here: wakes it, loads it, or finds it there.
+    Streams its state while that lasts; the last message has state ACTIVE or FAILED. Idempotent:
+    calls join what is under way. Cancelling the call stops nothing.
+    Reasons: DRAINING, INSUFFICIENT_MEMORY, ARTIFACT_INVALID, LOAD_FAILED, NO_REPLICA.
     """
 
 class BatcherServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -110,6 +122,18 @@ class BatcherServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_batcher_service_pb2.DrainReplicaResponse, _abc.Awaitable[_batcher_service_pb2.DrainReplicaResponse]]:
         """DrainReplica stops announcing the replica, refuses new requests, and returns when none is left.
         Idempotent. Reasons: STALE_FENCE, DEADLINE_EXCEEDED.
+        """
+
+    @_abc_1.abstractmethod
+    def EnsureModel(
+        self,
+        request: _batcher_service_pb2.EnsureModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_batcher_service_pb2.EnsureModelResponse], _abc.AsyncIterator[_batcher_service_pb2.EnsureModelResponse]]:
+        """EnsureModel makes a model version take requests here: wakes it, loads it, or finds it there.
+        Streams its state while that lasts; the last message has state ACTIVE or FAILED. Idempotent:
+        calls join what is under way. Cancelling the call stops nothing.
+        Reasons: DRAINING, INSUFFICIENT_MEMORY, ARTIFACT_INVALID, LOAD_FAILED, NO_REPLICA.
         """
 
 def add_BatcherServiceServicer_to_server(servicer: BatcherServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -19,6 +19,26 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _CacheSource:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CacheSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheSource.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CACHE_SOURCE_UNSPECIFIED: _CacheSource.ValueType  # 0
+    """The engine tells nothing: the model version has no report."""
+    CACHE_SOURCE_EVENTS: _CacheSource.ValueType  # 1
+    """The engine's own events."""
+
+class CacheSource(_CacheSource, metaclass=_CacheSourceEnumTypeWrapper):
+    """CacheSource is what a report of a cache is made from."""
+
+CACHE_SOURCE_UNSPECIFIED: CacheSource.ValueType  # 0
+"""The engine tells nothing: the model version has no report."""
+CACHE_SOURCE_EVENTS: CacheSource.ValueType  # 1
+"""The engine's own events."""
+Global___CacheSource: _TypeAlias = CacheSource  # noqa: Y015
+
 class _Backend:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -178,6 +198,98 @@ LOAD_PHASE_WARM_UP: LoadPhase.ValueType  # 5
 LOAD_PHASE_CANARY: LoadPhase.ValueType  # 6
 """The canary prompt is answered."""
 Global___LoadPhase: _TypeAlias = LoadPhase  # noqa: Y015
+
+@_typing.final
+class WatchCacheRequest(_message.Message):
+    """WatchCacheRequest starts a watch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    interval_ms: _builtins.int
+    """Least time between two messages, in milliseconds. 0: 100."""
+    def __init__(
+        self,
+        *,
+        interval_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["interval_ms", b"interval_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchCacheRequest: _TypeAlias = WatchCacheRequest  # noqa: Y015
+
+@_typing.final
+class WatchCacheResponse(_message.Message):
+    """WatchCacheResponse is what changed in the caches behind this hop."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    """Grows by one with each message."""
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachedPrefixes]:
+        """One entry per model version that changed."""
+
+    def __init__(
+        self,
+        *,
+        revision: _builtins.int = ...,
+        models: _abc.Iterable[Global___CachedPrefixes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchCacheResponse: _TypeAlias = WatchCacheResponse  # noqa: Y015
+
+@_typing.final
+class CachedPrefixes(_message.Message):
+    """CachedPrefixes is a change of one engine's prefix cache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_VERSION_FIELD_NUMBER: _builtins.int
+    RESET_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    model_version: _builtins.str
+    """`name@version`."""
+    reset: _builtins.bool
+    """Forget what was told before: `stored` is all there is."""
+    source: Global___CacheSource.ValueType
+    """What it is known from."""
+    @_builtins.property
+    def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Hashes of prefixes that are cached now."""
+
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Hashes of prefixes that no longer are."""
+
+    def __init__(
+        self,
+        *,
+        model_version: _builtins.str = ...,
+        reset: _builtins.bool = ...,
+        stored: _abc.Iterable[_builtins.int] | None = ...,
+        removed: _abc.Iterable[_builtins.int] | None = ...,
+        source: Global___CacheSource.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_version", b"model_version", "removed", b"removed", "reset", b"reset", "source", b"source", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CachedPrefixes: _TypeAlias = CachedPrefixes  # noqa: Y015
 
 @_typing.final
 class ModelSpec(_message.Message):

@@ -329,3 +329,83 @@ class EngineService:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class CacheServiceStub:
+    """CacheService tells which prompts an engine has in its prefix cache, in terms that need no tokenizer:
+    hashes of the prompt's text, as forebay_common.prefixes makes them. Runner and batcher serve it.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.WatchCache = channel.unary_stream(
+                '/forebay.engine.v1.CacheService/WatchCache',
+                request_serializer=forebay_dot_engine_dot_v1_dot_engine__service__pb2.WatchCacheRequest.SerializeToString,
+                response_deserializer=forebay_dot_engine_dot_v1_dot_engine__service__pb2.WatchCacheResponse.FromString,
+                _registered_method=True)
+
+
+class CacheServiceServicer:
+    """CacheService tells which prompts an engine has in its prefix cache, in terms that need no tokenizer:
+    hashes of the prompt's text, as forebay_common.prefixes makes them. Runner and batcher serve it.
+    """
+
+    def WatchCache(self, request, context):
+        """WatchCache sends all that is cached at once, then what changes, at most one message per
+        interval. Revisions grow by one; after a gap, call again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_CacheServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'WatchCache': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchCache,
+                    request_deserializer=forebay_dot_engine_dot_v1_dot_engine__service__pb2.WatchCacheRequest.FromString,
+                    response_serializer=forebay_dot_engine_dot_v1_dot_engine__service__pb2.WatchCacheResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'forebay.engine.v1.CacheService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('forebay.engine.v1.CacheService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class CacheService:
+    """CacheService tells which prompts an engine has in its prefix cache, in terms that need no tokenizer:
+    hashes of the prompt's text, as forebay_common.prefixes makes them. Runner and batcher serve it.
+    """
+
+    @staticmethod
+    def WatchCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/forebay.engine.v1.CacheService/WatchCache',
+            forebay_dot_engine_dot_v1_dot_engine__service__pb2.WatchCacheRequest.SerializeToString,
+            forebay_dot_engine_dot_v1_dot_engine__service__pb2.WatchCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

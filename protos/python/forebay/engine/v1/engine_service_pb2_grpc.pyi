@@ -158,3 +158,46 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
 def add_EngineServiceServicer_to_server(servicer: EngineServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class CacheServiceStub:
+    """CacheService tells which prompts an engine has in its prefix cache, in terms that need no tokenizer:
+    hashes of the prompt's text, as forebay_common.prefixes makes them. Runner and batcher serve it.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> CacheServiceAsyncStub: ...
+    WatchCache: _grpc.UnaryStreamMultiCallable[_engine_service_pb2.WatchCacheRequest, _engine_service_pb2.WatchCacheResponse]
+    """WatchCache sends all that is cached at once, then what changes, at most one message per
+    interval. Revisions grow by one; after a gap, call again.
+    """
+
+@_typing.type_check_only
+class CacheServiceAsyncStub(CacheServiceStub):
+    """CacheService tells which prompts an engine has in its prefix cache, in terms that need no tokenizer:
+    hashes of the prompt's text, as forebay_common.prefixes makes them. Runner and batcher serve it.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    WatchCache: _aio.UnaryStreamMultiCallable[_engine_service_pb2.WatchCacheRequest, _engine_service_pb2.WatchCacheResponse]  # type: ignore[assignment]
+    """WatchCache sends all that is cached at once, then what changes, at most one message per
+    interval. Revisions grow by one; after a gap, call again.
+    """
+
+class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
+    """CacheService tells which prompts an engine has in its prefix cache, in terms that need no tokenizer:
+    hashes of the prompt's text, as forebay_common.prefixes makes them. Runner and batcher serve it.
+    """
+
+    @_abc_1.abstractmethod
+    def WatchCache(
+        self,
+        request: _engine_service_pb2.WatchCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_engine_service_pb2.WatchCacheResponse], _abc.AsyncIterator[_engine_service_pb2.WatchCacheResponse]]:
+        """WatchCache sends all that is cached at once, then what changes, at most one message per
+        interval. Revisions grow by one; after a gap, call again.
+        """
+
+def add_CacheServiceServicer_to_server(servicer: CacheServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

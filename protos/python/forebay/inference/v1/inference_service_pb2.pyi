@@ -19,6 +19,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ResumeMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ResumeModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ResumeMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RESUME_MODE_UNSPECIFIED: _ResumeMode.ValueType  # 0
+    """The fastest that gives the same answer."""
+    RESUME_MODE_PREFILL: _ResumeMode.ValueType  # 1
+    """Prompt and delivered tokens together are the prompt."""
+    RESUME_MODE_REPLAY: _ResumeMode.ValueType  # 2
+    """The delivered tokens are generated again, forced, so that every state that depends on them is
+    the true one: stop texts, penalties, seeds, grammars, tool parsers.
+    """
+
+class ResumeMode(_ResumeMode, metaclass=_ResumeModeEnumTypeWrapper):
+    """ResumeMode is how a replica takes an answer up."""
+
+RESUME_MODE_UNSPECIFIED: ResumeMode.ValueType  # 0
+"""The fastest that gives the same answer."""
+RESUME_MODE_PREFILL: ResumeMode.ValueType  # 1
+"""Prompt and delivered tokens together are the prompt."""
+RESUME_MODE_REPLAY: ResumeMode.ValueType  # 2
+"""The delivered tokens are generated again, forced, so that every state that depends on them is
+the true one: stop texts, penalties, seeds, grammars, tool parsers.
+"""
+Global___ResumeMode: _TypeAlias = ResumeMode  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -54,6 +82,7 @@ class GenerateRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model, alias, or `name@version`, 1 to 200 characters. Required."""
     text: _builtins.str
@@ -70,6 +99,12 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> Global___SamplingOptions:
         """How to sample. Absent: the model's own defaults."""
 
+    @_builtins.property
+    def resume(self) -> Global___ResumePoint:
+        """Set by a router that moves a stream to another replica: what its caller already has. The answer
+        then begins after it, without a header.
+        """
+
     def __init__(
         self,
         *,
@@ -78,10 +113,11 @@ class GenerateRequest(_message.Message):
         token_ids: Global___TokenIds | None = ...,
         messages: Global___ChatMessages | None = ...,
         sampling: Global___SamplingOptions | None = ...,
+        resume: Global___ResumePoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "model", b"model", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "model", b"model", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "messages"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -290,6 +326,7 @@ class GenerateResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     text_delta: _builtins.str
     """Text added since the previous message. May be empty while a character is incomplete."""
     finish_reason: Global___FinishReason.ValueType
@@ -310,6 +347,12 @@ class GenerateResponse(_message.Message):
     def usage(self) -> Global___Usage:
         """On the last message only."""
 
+    @_builtins.property
+    def progress(self) -> Global___Progress:
+        """Where a cold model has got to, while the request waits for it. Such messages hold nothing else,
+        come before the first part of the answer, and only to callers that send `forebay-progress: 1`.
+        """
+
     def __init__(
         self,
         *,
@@ -319,14 +362,95 @@ class GenerateResponse(_message.Message):
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
         usage: Global___Usage | None = ...,
+        progress: Global___Progress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "progress", b"progress", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "header", b"header", "logprobs", b"logprobs", "text_delta", b"text_delta", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "header", b"header", "logprobs", b"logprobs", "progress", b"progress", "text_delta", b"text_delta", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class Progress(_message.Message):
+    """Progress says what a request waits for."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_VERSION_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    WAITED_MS_FIELD_NUMBER: _builtins.int
+    model_version: _builtins.str
+    """The model version that is made ready, `name@version`."""
+    phase: _builtins.str
+    """What it waits for: `queued`, or a load's phase in lower case, such as `weights`."""
+    waited_ms: _builtins.int
+    """Milliseconds since the request came."""
+    def __init__(
+        self,
+        *,
+        model_version: _builtins.str = ...,
+        phase: _builtins.str = ...,
+        waited_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model_version", b"model_version", "phase", b"phase", "waited_ms", b"waited_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Progress: _TypeAlias = Progress  # noqa: Y015
+
+@_typing.final
+class ResumePoint(_message.Message):
+    """ResumePoint is the part of an answer that its caller has, from a replica that did not finish it.
+    The replica that goes on gives no token of it again, keeps its header, and counts it in the usage.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """Generate: the text that was delivered."""
+    events: _builtins.bytes
+    """CallOpenAI: the events that were delivered, as they were."""
+    prompt_tokens: _builtins.int
+    """CallOpenAI: tokens of the prompt, where an event told them."""
+    mode: Global___ResumeMode.ValueType
+    """How to go on. Absent: as the replica finds right."""
+    @_builtins.property
+    def header(self) -> Global___AnswerHeader:
+        """The answer's header, from its first message. For CallOpenAI only its id (in request_id) and
+        its time of creation are set, as they stood in the events.
+        """
+
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceTokens]:
+        """The tokens that were delivered, by choice."""
+
+    def __init__(
+        self,
+        *,
+        header: Global___AnswerHeader | None = ...,
+        tokens: _abc.Iterable[Global___ChoiceTokens] | None = ...,
+        text: _builtins.str = ...,
+        events: _builtins.bytes = ...,
+        prompt_tokens: _builtins.int = ...,
+        mode: Global___ResumeMode.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "header", b"header", "mode", b"mode", "prompt_tokens", b"prompt_tokens", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumePoint: _TypeAlias = ResumePoint  # noqa: Y015
 
 @_typing.final
 class AnswerHeader(_message.Message):
@@ -576,21 +700,27 @@ class CallOpenAIRequest(_message.Message):
 
     PATH_FIELD_NUMBER: _builtins.int
     BODY_FIELD_NUMBER: _builtins.int
+    RESUME_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     """Path, such as `/v1/chat/completions`. Required."""
     body: _builtins.bytes
     """The body: one JSON object. Its `model` may be an alias; every hop answers to the metadata
     `forebay-model` where that is set.
     """
+    @_builtins.property
+    def resume(self) -> Global___ResumePoint:
+        """As in GenerateRequest."""
+
     def __init__(
         self,
         *,
         path: _builtins.str = ...,
         body: _builtins.bytes = ...,
+        resume: Global___ResumePoint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["resume", b"resume"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "path", b"path", "resume", b"resume"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -606,6 +736,7 @@ class CallOpenAIResponse(_message.Message):
     BODY_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     content_type: _builtins.str
     """Content type of the whole answer. On the first message only."""
     body: _builtins.bytes
@@ -618,6 +749,10 @@ class CallOpenAIResponse(_message.Message):
     def usage(self) -> Global___Usage:
         """On the last message only."""
 
+    @_builtins.property
+    def progress(self) -> Global___Progress:
+        """As in GenerateResponse."""
+
     def __init__(
         self,
         *,
@@ -625,10 +760,11 @@ class CallOpenAIResponse(_message.Message):
         body: _builtins.bytes = ...,
         tokens: _abc.Iterable[Global___ChoiceTokens] | None = ...,
         usage: Global___Usage | None = ...,
+        progress: Global___Progress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "content_type", b"content_type", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["body", b"body", "content_type", b"content_type", "progress", b"progress", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,13 +26,15 @@ from forebay.batcher.v1 import batcher_service_pb2 as forebay_dot_batcher_dot_v1
 from forebay.registry.v1 import registry_service_pb2 as forebay_dot_registry_dot_v1_dot_registry__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&forebay/router/v1/router_service.proto\x12\x11\x66orebay.router.v1\x1a(forebay/batcher/v1/batcher_service.proto\x1a*forebay/registry/v1/registry_service.proto\"\x13\n\x11ListRoutesRequest\"W\n\x12ListRoutesResponse\x12\x31\n\tcatalogue\x18\x01 \x01(\x0b\x32\x1e.forebay.registry.v1.Catalogue\x12\x0e\n\x06\x61ge_ms\x18\x02 \x01(\r\"\x15\n\x13ListReplicasRequest\"Z\n\x14ListReplicasResponse\x12\x32\n\x08replicas\x18\x01 \x03(\x0b\x32 .forebay.router.v1.RoutedReplica\x12\x0e\n\x06\x61ge_ms\x18\x02 \x01(\r\"|\n\rRoutedReplica\x12,\n\x07replica\x18\x01 \x01(\x0b\x32\x1b.forebay.batcher.v1.Replica\x12\x11\n\tin_flight\x18\x02 \x01(\r\x12\x11\n\tplaceable\x18\x03 \x01(\x08\x12\x17\n\x0f\x65xcluded_reason\x18\x04 \x01(\t\"+\n\x15\x45xplainRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xad\x01\n\x16\x45xplainRequestResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0frequested_model\x18\x02 \x01(\t\x12\x15\n\rmodel_version\x18\x03 \x01(\t\x12,\n\x08\x61ttempts\x18\x04 \x03(\x0b\x32\x1a.forebay.router.v1.Attempt\x12\x0f\n\x07outcome\x18\x05 \x01(\t\x12\x10\n\x08trace_id\x18\x06 \x01(\t\"\x94\x01\n\x07\x41ttempt\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x30\n\ncandidates\x18\x02 \x03(\x0b\x32\x1c.forebay.router.v1.Candidate\x12\x0f\n\x07outcome\x18\x03 \x01(\t\x12\x1d\n\x10\x66irst_message_ms\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x13\n\x11_first_message_ms\"T\n\tCandidate\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x11\n\x04\x63ost\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\x0f\x65xcluded_reason\x18\x03 \x01(\tB\x07\n\x05_cost2\xb2\x02\n\rRouterService\x12Y\n\nListRoutes\x12$.forebay.router.v1.ListRoutesRequest\x1a%.forebay.router.v1.ListRoutesResponse\x12_\n\x0cListReplicas\x12&.forebay.router.v1.ListReplicasRequest\x1a\'.forebay.router.v1.ListReplicasResponse\x12\x65\n\x0e\x45xplainRequest\x12(.forebay.router.v1.ExplainRequestRequest\x1a).forebay.router.v1.ExplainRequestResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&forebay/router/v1/router_service.proto\x12\x11\x66orebay.router.v1\x1a(forebay/batcher/v1/batcher_service.proto\x1a*forebay/registry/v1/registry_service.proto\"\x13\n\x11ListRoutesRequest\"W\n\x12ListRoutesResponse\x12\x31\n\tcatalogue\x18\x01 \x01(\x0b\x32\x1e.forebay.registry.v1.Catalogue\x12\x0e\n\x06\x61ge_ms\x18\x02 \x01(\r\"\x15\n\x13ListReplicasRequest\"Z\n\x14ListReplicasResponse\x12\x32\n\x08replicas\x18\x01 \x03(\x0b\x32 .forebay.router.v1.RoutedReplica\x12\x0e\n\x06\x61ge_ms\x18\x02 \x01(\r\"|\n\rRoutedReplica\x12,\n\x07replica\x18\x01 \x01(\x0b\x32\x1b.forebay.batcher.v1.Replica\x12\x11\n\tin_flight\x18\x02 \x01(\r\x12\x11\n\tplaceable\x18\x03 \x01(\x08\x12\x17\n\x0f\x65xcluded_reason\x18\x04 \x01(\t\"+\n\x15\x45xplainRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xcb\x02\n\x16\x45xplainRequestResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x17\n\x0frequested_model\x18\x02 \x01(\t\x12\x15\n\rmodel_version\x18\x03 \x01(\t\x12,\n\x08\x61ttempts\x18\x04 \x03(\x0b\x32\x1a.forebay.router.v1.Attempt\x12\x0f\n\x07outcome\x18\x05 \x01(\t\x12\x10\n\x08trace_id\x18\x06 \x01(\t\x12\x0b\n\x03via\x18\x07 \x01(\t\x12\x13\n\x0btier_reason\x18\x08 \x01(\t\x12&\n\x05waits\x18\t \x03(\x0b\x32\x17.forebay.router.v1.Wait\x12\x0e\n\x06tenant\x18\n \x01(\t\x12\x16\n\x0epriority_class\x18\x0b \x01(\t\x12\x15\n\rprompt_tokens\x18\x0c \x01(\r\x12\x13\n\x0b\x64uration_ms\x18\r \x01(\x01\"7\n\x04Wait\x12\x0c\n\x04what\x18\x01 \x01(\t\x12\x11\n\twaited_ms\x18\x02 \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"\xb8\x02\n\x07\x41ttempt\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x30\n\ncandidates\x18\x02 \x03(\x0b\x32\x1c.forebay.router.v1.Candidate\x12\x0f\n\x07outcome\x18\x03 \x01(\t\x12\x1d\n\x10\x66irst_message_ms\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x0c\n\x04kind\x18\x05 \x01(\t\x12\x14\n\x0cpredicted_ms\x18\x06 \x01(\x01\x12:\n\x08\x65xcluded\x18\x07 \x03(\x0b\x32(.forebay.router.v1.Attempt.ExcludedEntry\x12\x11\n\tplaceable\x18\x08 \x01(\r\x1a/\n\rExcludedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x42\x13\n\x11_first_message_ms\"\xa3\x01\n\tCandidate\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\x11\n\x04\x63ost\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x17\n\x0f\x65xcluded_reason\x18\x03 \x01(\t\x12\x10\n\x08queue_ms\x18\x04 \x01(\x01\x12\x12\n\nprefill_ms\x18\x05 \x01(\x01\x12\x10\n\x08other_ms\x18\x06 \x01(\x01\x12\x15\n\rcached_tokens\x18\x07 \x01(\rB\x07\n\x05_cost2\xb2\x02\n\rRouterService\x12Y\n\nListRoutes\x12$.forebay.router.v1.ListRoutesRequest\x1a%.forebay.router.v1.ListRoutesResponse\x12_\n\x0cListReplicas\x12&.forebay.router.v1.ListReplicasRequest\x1a\'.forebay.router.v1.ListReplicasResponse\x12\x65\n\x0e\x45xplainRequest\x12(.forebay.router.v1.ExplainRequestRequest\x1a).forebay.router.v1.ExplainRequestResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'forebay.router.v1.router_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_ATTEMPT_EXCLUDEDENTRY']._loaded_options = None
+  _globals['_ATTEMPT_EXCLUDEDENTRY']._serialized_options = b'8\001'
   _globals['_LISTROUTESREQUEST']._serialized_start=147
   _globals['_LISTROUTESREQUEST']._serialized_end=166
   _globals['_LISTROUTESRESPONSE']._serialized_start=168
@@ -46,11 +48,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXPLAINREQUESTREQUEST']._serialized_start=498
   _globals['_EXPLAINREQUESTREQUEST']._serialized_end=541
   _globals['_EXPLAINREQUESTRESPONSE']._serialized_start=544
-  _globals['_EXPLAINREQUESTRESPONSE']._serialized_end=717
-  _globals['_ATTEMPT']._serialized_start=720
-  _globals['_ATTEMPT']._serialized_end=868
-  _globals['_CANDIDATE']._serialized_start=870
-  _globals['_CANDIDATE']._serialized_end=954
-  _globals['_ROUTERSERVICE']._serialized_start=957
-  _globals['_ROUTERSERVICE']._serialized_end=1263
+  _globals['_EXPLAINREQUESTRESPONSE']._serialized_end=875
+  _globals['_WAIT']._serialized_start=877
+  _globals['_WAIT']._serialized_end=932
+  _globals['_ATTEMPT']._serialized_start=935
+  _globals['_ATTEMPT']._serialized_end=1247
+  _globals['_ATTEMPT_EXCLUDEDENTRY']._serialized_start=1179
+  _globals['_ATTEMPT_EXCLUDEDENTRY']._serialized_end=1226
+  _globals['_CANDIDATE']._serialized_start=1250
+  _globals['_CANDIDATE']._serialized_end=1413
+  _globals['_ROUTERSERVICE']._serialized_start=1416
+  _globals['_ROUTERSERVICE']._serialized_end=1722
 # @@protoc_insertion_point(module_scope)

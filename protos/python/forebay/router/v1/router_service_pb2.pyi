@@ -180,6 +180,13 @@ class ExplainRequestResponse(_message.Message):
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     TRACE_ID_FIELD_NUMBER: _builtins.int
+    VIA_FIELD_NUMBER: _builtins.int
+    TIER_REASON_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    PRIORITY_CLASS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    DURATION_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     requested_model: _builtins.str
@@ -190,9 +197,25 @@ class ExplainRequestResponse(_message.Message):
     """How it ended: `succeeded`, `cancelled`, or the reason of its error; empty while it runs."""
     trace_id: _builtins.str
     """The trace, 32 hexadecimal digits."""
+    via: _builtins.str
+    """What chose the version: `pin`, `sole`, `split`, or `tier`."""
+    tier_reason: _builtins.str
+    """Of a tiered name: the tier, who chose it and why, such as `small: rules, 12 words, no code`."""
+    tenant: _builtins.str
+    """The tenant and the class it was counted for."""
+    priority_class: _builtins.str
+    """REALTIME, BATCH or BACKGROUND."""
+    prompt_tokens: _builtins.int
+    """Prompt tokens, estimated."""
+    duration_ms: _builtins.float
+    """Milliseconds from its arrival to its end; to now while it runs."""
     @_builtins.property
     def attempts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Attempt]:
         """Each attempt, in order."""
+
+    @_builtins.property
+    def waits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Wait]:
+        """Each thing the request waited for before an attempt, in order."""
 
     def __init__(
         self,
@@ -203,14 +226,51 @@ class ExplainRequestResponse(_message.Message):
         attempts: _abc.Iterable[Global___Attempt] | None = ...,
         outcome: _builtins.str = ...,
         trace_id: _builtins.str = ...,
+        via: _builtins.str = ...,
+        tier_reason: _builtins.str = ...,
+        waits: _abc.Iterable[Global___Wait] | None = ...,
+        tenant: _builtins.str = ...,
+        priority_class: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        duration_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "model_version", b"model_version", "outcome", b"outcome", "request_id", b"request_id", "requested_model", b"requested_model", "trace_id", b"trace_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "duration_ms", b"duration_ms", "model_version", b"model_version", "outcome", b"outcome", "priority_class", b"priority_class", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "requested_model", b"requested_model", "tenant", b"tenant", "tier_reason", b"tier_reason", "trace_id", b"trace_id", "via", b"via", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExplainRequestResponse: _TypeAlias = ExplainRequestResponse  # noqa: Y015
+
+@_typing.final
+class Wait(_message.Message):
+    """Wait is a time a request did not spend at a replica."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WHAT_FIELD_NUMBER: _builtins.int
+    WAITED_MS_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    what: _builtins.str
+    """`catalogue`, `replica`, `model`, `quota`, or `retry`."""
+    waited_ms: _builtins.float
+    """How long, in milliseconds."""
+    detail: _builtins.str
+    """Detail, such as the phase of a load. May be empty."""
+    def __init__(
+        self,
+        *,
+        what: _builtins.str = ...,
+        waited_ms: _builtins.float = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "waited_ms", b"waited_ms", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Wait: _TypeAlias = Wait  # noqa: Y015
 
 @_typing.final
 class Attempt(_message.Message):
@@ -218,19 +278,53 @@ class Attempt(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class ExcludedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     CANDIDATES_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
     FIRST_MESSAGE_MS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    PREDICTED_MS_FIELD_NUMBER: _builtins.int
+    EXCLUDED_FIELD_NUMBER: _builtins.int
+    PLACEABLE_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """The replica that was chosen."""
     outcome: _builtins.str
     """How it ended, as in ExplainRequestResponse."""
     first_message_ms: _builtins.float
     """Milliseconds from the attempt's start to its first message. Absent: none came."""
+    kind: _builtins.str
+    """Why it was made: `first`, `retry`, `resume` or `hedge`."""
+    predicted_ms: _builtins.float
+    """Milliseconds to the first token that were predicted for the chosen replica."""
+    placeable: _builtins.int
+    """Placeable replicas in all; `candidates` holds those that were compared."""
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
         """Every replica that was looked at."""
+
+    @_builtins.property
+    def excluded(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Replicas that were excluded, by reason, over the whole fleet."""
 
     def __init__(
         self,
@@ -239,10 +333,14 @@ class Attempt(_message.Message):
         candidates: _abc.Iterable[Global___Candidate] | None = ...,
         outcome: _builtins.str = ...,
         first_message_ms: _builtins.float | None = ...,
+        kind: _builtins.str = ...,
+        predicted_ms: _builtins.float = ...,
+        excluded: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        placeable: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_first_message_ms", b"_first_message_ms", "first_message_ms", b"first_message_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_message_ms", b"_first_message_ms", "candidates", b"candidates", "first_message_ms", b"first_message_ms", "outcome", b"outcome", "replica_id", b"replica_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_message_ms", b"_first_message_ms", "candidates", b"candidates", "excluded", b"excluded", "first_message_ms", b"first_message_ms", "kind", b"kind", "outcome", b"outcome", "placeable", b"placeable", "predicted_ms", b"predicted_ms", "replica_id", b"replica_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_message_ms: _TypeAlias = _typing.Literal["first_message_ms"]  # noqa: Y015
     _WhichOneofArgType__first_message_ms: _TypeAlias = _typing.Literal["_first_message_ms", b"_first_message_ms"]  # noqa: Y015
@@ -259,22 +357,38 @@ class Candidate(_message.Message):
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     COST_FIELD_NUMBER: _builtins.int
     EXCLUDED_REASON_FIELD_NUMBER: _builtins.int
+    QUEUE_MS_FIELD_NUMBER: _builtins.int
+    PREFILL_MS_FIELD_NUMBER: _builtins.int
+    OTHER_MS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     """The replica."""
     cost: _builtins.float
-    """Cost of placing the request there; lower is better. Absent when excluded."""
+    """Predicted milliseconds to the first token there; lower is better. Absent when excluded."""
     excluded_reason: _builtins.str
     """Why it could not be chosen. Empty otherwise."""
+    queue_ms: _builtins.float
+    """Of the cost: the work ahead in its queue."""
+    prefill_ms: _builtins.float
+    """Of the cost: the prompt's part that is not cached there."""
+    other_ms: _builtins.float
+    """Of the cost: waking, slow start and what else is added."""
+    cached_tokens: _builtins.int
+    """Estimated tokens of the prompt that are cached there."""
     def __init__(
         self,
         *,
         replica_id: _builtins.str = ...,
         cost: _builtins.float | None = ...,
         excluded_reason: _builtins.str = ...,
+        queue_ms: _builtins.float = ...,
+        prefill_ms: _builtins.float = ...,
+        other_ms: _builtins.float = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "cost", b"cost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "cost", b"cost", "excluded_reason", b"excluded_reason", "replica_id", b"replica_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "cached_tokens", b"cached_tokens", "cost", b"cost", "excluded_reason", b"excluded_reason", "other_ms", b"other_ms", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "replica_id", b"replica_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cost: _TypeAlias = _typing.Literal["cost"]  # noqa: Y015
     _WhichOneofArgType__cost: _TypeAlias = _typing.Literal["_cost", b"_cost"]  # noqa: Y015
