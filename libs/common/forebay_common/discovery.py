@@ -119,6 +119,10 @@ class Keys:
         """One pool."""
         return self.pools + _part("pool", name)
 
+    def load(self, model_version: str) -> str:
+        """The router that has a cold model version loaded, under its lease."""
+        return f"{self.namespace}/loads/" + _tail("model_version", model_version)
+
     def leader(self, service: str) -> str:
         """The id of a service's leader, under its lease."""
         return f"{self.namespace}/leaders/{_part('service', service)}"

@@ -24,12 +24,14 @@ from forebay_wire.policy import SERVICE as INFERENCE
 from forebay_wire.relay import Relay
 from forebay_wire.server import Server
 
+from forebay_batcher.adapters.engine import load_model, wake_model
 from forebay_batcher.announce_loop import AnnounceLoop
 from forebay_batcher.config import PREFIX, Config
 from forebay_batcher.core.queue import Queue
 from forebay_batcher.core.standing import Role, Standing
 from forebay_batcher.drain import Drain
 from forebay_batcher.engine_loop import EngineLoop
+from forebay_batcher.ensure_loop import EnsureLoop
 from forebay_batcher.policy import BatcherPolicy
 from forebay_batcher.queue_loop import QueueLoop
 from forebay_batcher.replica import Identity, Replica, Watch
@@ -82,6 +84,11 @@ async def serve(
         rng=random.Random(),  # noqa: S311  # spreads retries, keeps no secret
     )
     drain = Drain(replica, queue, linger_s=config.drain_linger_s)
+    ensure = EnsureLoop(
+        replica,
+        load=lambda spec: load_model(config.engine_address, spec),
+        wake=lambda spec: wake_model(config.engine_address, spec.model_version),
+    )
     server = Server(wire_limits)
     policy = BatcherPolicy(replica=replica, queue=queue, engine=engine, run_s_max=config.run_s_max)
     wire_metrics = WireMetrics()
@@ -93,6 +100,7 @@ async def serve(
             replica=replica,
             queue=queue,
             drain=drain,
+            ensure=ensure,
             limits=limits,
             drain_timeout_s=common.drain_timeout_s,
         ),
@@ -137,6 +145,7 @@ async def serve(
     finally:
         prometheus_client.REGISTRY.unregister(wire_metrics)
         await server.stop()
+        await ensure.close()
         await pool.close()
         await store.close()
 

@@ -75,6 +75,10 @@ class Replica:
         """Say that the load has changed."""
         self._publish(restructured=False)
 
+    def nudge(self) -> None:
+        """Have everybody who watches look again at once."""
+        self._publish(restructured=True)
+
     def _publish(self, *, restructured: bool) -> None:
         self._revision += 1
         if self._changed is not None:

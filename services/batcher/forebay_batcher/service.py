@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,6 +15,7 @@ from forebay_common.errors import ForebayError, Reason
 
 from forebay_batcher.core.queue import Limits, PriorityClass
 from forebay_batcher.drain import Drain
+from forebay_batcher.ensure_loop import EnsureLoop
 from forebay_batcher.messages import class_message, queued_message, replica_message
 from forebay_batcher.queue_loop import QueueLoop
 from forebay_batcher.replica import Replica, Watch
@@ -36,12 +38,14 @@ class BatcherService(rpc.BatcherServiceServicer):
         replica: Replica,
         queue: QueueLoop,
         drain: Drain,
+        ensure: EnsureLoop,
         limits: Limits,
         drain_timeout_s: float,
     ) -> None:
         self._replica = replica
         self._queue = queue
         self._drain = drain
+        self._ensure = ensure
         self._limits = limits
         self._drain_timeout_s = drain_timeout_s
 
@@ -106,5 +110,13 @@ class BatcherService(rpc.BatcherServiceServicer):
     async def EnsureModel(  # noqa: N802
         self, request: pb.EnsureModelRequest, context: Context
     ) -> AsyncIterator[pb.EnsureModelResponse]:
-        raise ForebayError(Reason.UNSUPPORTED, "This batcher cannot load models yet.")
-        yield
+        if not request.spec.model_version:
+            raise ForebayError(
+                Reason.INVALID_ARGUMENT, "spec.model_version is required.", param="spec"
+            )
+        async with contextlib.aclosing(self._ensure.ensure(request.spec)) as models:
+            async for model in models:
+                yield pb.EnsureModelResponse(
+                    state=model.state.value,  # type: ignore[arg-type]  # the contract's numbers
+                    phase=model.phase,  # type: ignore[arg-type]  # passed on as it came
+                )

@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from types import MappingProxyType
 
+import grpc
 from forebay.engine.v1 import engine_service_pb2 as pb
 from forebay.engine.v1 import engine_service_pb2_grpc as rpc
 from forebay_common.channel import connect
+from forebay_common.errors import ForebayError, Reason, from_rpc_error
 from forebay_wire.core.frames import PREFACE, settings_frame
 
 from forebay_batcher.core.models import Model, ModelState
@@ -34,6 +36,39 @@ async def watch_engine(
                 yield MappingProxyType({m.spec.model_version: _model(m) for m in state.models})
         finally:
             call.cancel()
+
+
+async def load_model(address: str, spec: pb.ModelSpec) -> None:
+    """Have the host load a model version, and return when it takes requests.
+
+    Raises:
+        ForebayError: the host refuses, the load failed (LOAD_FAILED), or the host was lost.
+    """
+    failed = False
+    try:
+        async with connect(address) as channel:
+            call = rpc.EngineServiceStub(channel).LoadModel(pb.LoadModelRequest(spec=spec))
+            async for event in call:
+                failed = event.state == pb.MODEL_STATE_FAILED
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from None
+    if failed:
+        raise ForebayError(Reason.LOAD_FAILED, "The model could not be loaded.")
+
+
+async def wake_model(address: str, model_version: str) -> None:
+    """Have the host wake a sleeping model version, and return when it takes requests.
+
+    Raises:
+        ForebayError: as `load_model`.
+    """
+    try:
+        async with connect(address) as channel:
+            await rpc.EngineServiceStub(channel).WakeModel(
+                pb.WakeModelRequest(model_version=model_version)
+            )
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from None
 
 
 def _model(status: pb.ModelStatus) -> Model:
