@@ -1,13 +1,16 @@
 """What a request must look like."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from forebay.inference.v1 import inference_service_pb2 as inference
+from forebay_common.prefixes import chat_bytes, text_bytes, token_bytes
 from forebay_router.core.generate import check_embed, check_generate
 from forebay_router.core.openai import check_openai
 from forebay_router.core.refusal import RefusedError
+from forebay_router.core.wanted import Wanted, digest_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,6 +92,7 @@ def refusal(path: str, body: Any) -> RefusedError:
         (COMPLETIONS, a_completion(prompt=[]), "prompt"),
         (COMPLETIONS, a_completion(prompt=["a", 1]), "prompt[1]"),
         (COMPLETIONS, a_completion(prompt=[3, -1]), "prompt"),
+        (COMPLETIONS, a_completion(prompt=[3, 1 << 31]), "prompt"),
         (COMPLETIONS, a_completion(prompt=[[]]), "prompt[0]"),
         (COMPLETIONS, a_completion(prompt=[[1], [1, -1]]), "prompt[1]"),
         (COMPLETIONS, a_completion(prompt=["a"] * 2049), "prompt"),
@@ -276,3 +280,139 @@ def test_a_right_embed_passes() -> None:
         inference.EmbedInput(token_ids=inference.TokenIds(ids=[1, 2])),
     ]
     assert check_embed(inference.EmbedRequest(model="embed", inputs=inputs)).prompt_tokens == 3
+
+
+def want(path: str, body: dict[str, Any]) -> Wanted:
+    return check_openai(path, json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "max_tokens", "answers"),
+    [
+        (CHAT, a_chat(), None, 1),
+        (CHAT, a_chat(max_tokens=7, n=3), 7, 3),
+        (CHAT, a_chat(max_tokens=7, max_completion_tokens=5), 5, 1),
+        (COMPLETIONS, a_completion(), 16, 1),
+        (COMPLETIONS, a_completion(prompt=["a", "b"], n=2, max_tokens=9), 9, 4),
+        (COMPLETIONS, a_completion(prompt=[1, 2, 3]), 16, 1),
+        (COMPLETIONS, a_completion(prompt=[[1], [2, 3]]), 16, 2),
+        (EMBEDDINGS, an_embedding(input=["a", "b"]), 0, 1),
+    ],
+)
+def test_the_tokens_a_request_may_generate_are_known(
+    path: str, body: dict[str, Any], max_tokens: int | None, answers: int
+) -> None:
+    wanted = want(path, body)
+    assert (wanted.max_tokens, wanted.answers) == (max_tokens, answers)
+
+
+def test_the_tokens_a_generate_may_generate_are_known() -> None:
+    assert check_generate(a_generate()).max_tokens is None
+    assert check_generate(a_generate(temperature=0)).max_tokens is None
+    assert check_generate(a_generate(max_tokens=5)).max_tokens == 5
+    inputs = [inference.EmbedInput(text="x")]
+    assert check_embed(inference.EmbedRequest(model="embed", inputs=inputs)).max_tokens == 0
+
+
+def test_only_streams_of_tokens_can_be_resumed() -> None:
+    assert not want(CHAT, a_chat()).is_resumable
+    assert not want(EMBEDDINGS, an_embedding()).is_resumable
+    for wanted in (
+        want(CHAT, a_chat(stream=True)),
+        want(COMPLETIONS, a_completion(stream=True)),
+        check_generate(a_generate()),
+    ):
+        assert wanted.streams
+        assert wanted.is_resumable
+
+
+TURNS: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "One"}, {"type": "text", "text": "two"}]},
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+    {"role": "tool", "content": "Three", "tool_call_id": "1"},
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "question"),
+    [
+        (CHAT, a_chat(messages=TURNS), "One\ntwo"),
+        (CHAT, a_chat(messages=TURNS[:1]), "Be brief."),
+        (COMPLETIONS, a_completion(prompt="One"), "One"),
+        (COMPLETIONS, a_completion(prompt=["One", "two"]), "One\ntwo"),
+        (COMPLETIONS, a_completion(prompt=[1, 2]), ""),
+        (EMBEDDINGS, an_embedding(input="One"), "One"),
+    ],
+)
+def test_what_was_asked_last_is_found(path: str, body: dict[str, Any], question: str) -> None:
+    assert want(path, body).question(100) == question
+
+
+def test_what_was_asked_is_cut_in_the_middle() -> None:
+    wanted = want(COMPLETIONS, a_completion(prompt="begin" + "x" * 1000 + "the end"))
+    assert wanted.question(9) == "begi" + "e end"
+    assert wanted.question(0) == ""
+
+
+def of_generate(**prompt: Any) -> Wanted:
+    return check_generate(inference.GenerateRequest(model="chat", **prompt))
+
+
+CONVERSATION = inference.ChatMessages(
+    messages=[
+        inference.ChatMessage(role="system", content="Be brief."),
+        inference.ChatMessage(role="user", content="One"),
+        inference.ChatMessage(role="assistant", content="Two"),
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "question", "prefix"),
+    [
+        (of_generate(text="One"), "One", text_bytes("One")),
+        (of_generate(token_ids=inference.TokenIds(ids=[1, 2])), "", token_bytes([1, 2])),
+        (
+            of_generate(messages=CONVERSATION),
+            "One",
+            chat_bytes([("system", ["Be brief."]), ("user", ["One"]), ("assistant", ["Two"])]),
+        ),
+    ],
+)
+def test_a_generate_knows_its_prompt(wanted: Wanted, question: str, prefix: bytes) -> None:
+    assert wanted.question(100) == question
+    assert wanted.prompt.prefix_bytes() == prefix
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "prefix"),
+    [
+        (COMPLETIONS, a_completion(prompt="One"), text_bytes("One")),
+        (COMPLETIONS, a_completion(prompt=["One", "two"]), text_bytes("One")),
+        (COMPLETIONS, a_completion(prompt=[7, 8]), token_bytes([7, 8])),
+        (COMPLETIONS, a_completion(prompt=[[7], [8]]), token_bytes([7])),
+        (EMBEDDINGS, an_embedding(), b""),
+        (
+            CHAT,
+            a_chat(messages=TURNS[:2]),
+            chat_bytes([("system", ["Be brief."]), ("user", ["One", "two"])]),
+        ),
+    ],
+)
+def test_a_prompt_is_written_out_as_prefixes_are_named(
+    path: str, body: dict[str, Any], prefix: bytes
+) -> None:
+    assert want(path, body).prompt.prefix_bytes() == prefix
+
+
+def test_a_digest_is_of_the_message_the_version_and_the_key() -> None:
+    key = b"k" * 16
+    digests: Sequence[bytes] = [
+        digest_of(b"message", "chat@1", key=key),
+        digest_of(b"message", "chat@2", key=key),
+        digest_of(b"another", "chat@1", key=key),
+        digest_of(b"message", "chat@1", key=b"K" * 16),
+    ]
+    assert len(set(digests)) == 4
+    assert digest_of(b"message", "chat@1", key=key) == digests[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from forebay.inference.v1.inference_service_pb2 import (
     ChatMessage,
@@ -10,6 +10,7 @@ from forebay.inference.v1.inference_service_pb2 import (
     GenerateRequest,
     SamplingOptions,
 )
+from forebay_common.prefixes import chat_bytes, text_bytes, token_bytes
 
 from forebay_router.core.refusal import RefusedError
 from forebay_router.core.wanted import (
@@ -35,6 +36,52 @@ _BOUNDS: Mapping[str, tuple[Callable[[float], bool], str]] = {
 }
 
 
+class _GeneratePrompt:
+    """See `forebay_router.core.wanted.Prompt`."""
+
+    __slots__ = ("_request",)
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self._request = request
+
+    def prefix_bytes(self) -> bytes:
+        request = self._request
+        kind = request.WhichOneof("prompt")
+        if kind == "token_ids":
+            return token_bytes(request.token_ids.ids)
+        if kind == "messages":
+            return chat_bytes(
+                (message.role, (message.content,)) for message in request.messages.messages
+            )
+        return text_bytes(request.text)
+
+    def texts(self) -> Iterable[str]:
+        request = self._request
+        kind = request.WhichOneof("prompt")
+        if kind == "token_ids":
+            return ()
+        if kind == "messages":
+            messages = request.messages.messages
+            asked = next((m for m in reversed(messages) if m.role == "user"), messages[-1])
+            return (asked.content,)
+        return (request.text,)
+
+
+class _EmbedPrompt:
+    """See `forebay_router.core.wanted.Prompt`."""
+
+    __slots__ = ("_request",)
+
+    def __init__(self, request: EmbedRequest) -> None:
+        self._request = request
+
+    def prefix_bytes(self) -> bytes:
+        return b""
+
+    def texts(self) -> Iterable[str]:
+        return (entry.text for entry in self._request.inputs if entry.HasField("text"))
+
+
 def check_generate(request: GenerateRequest) -> Wanted:
     """Check a GenerateRequest.
 
@@ -56,9 +103,13 @@ def check_generate(request: GenerateRequest) -> Wanted:
         tokens = estimate_tokens(sum([len(message.content) for message in messages]))
     else:
         tokens = estimate_tokens(len(request.text))
+    max_tokens = None
     if request.HasField("sampling"):
         _check_sampling(request.sampling)
-    return Wanted(model, "generate_content", tokens)
+        # What was checked is never 0, which is what an absent one reads as.
+        max_tokens = request.sampling.max_tokens or None
+    prompt = _GeneratePrompt(request)
+    return Wanted(model, "generate_content", tokens, prompt, max_tokens, 1, True, True)
 
 
 def check_embed(request: EmbedRequest) -> Wanted:
@@ -81,7 +132,7 @@ def check_embed(request: EmbedRequest) -> Wanted:
         tokens += (
             len(entry.token_ids.ids) if kind == "token_ids" else estimate_tokens(len(entry.text))
         )
-    return Wanted(request.model, "embeddings", tokens)
+    return Wanted(request.model, "embeddings", tokens, _EmbedPrompt(request))
 
 
 def _check_model(model: str) -> None:

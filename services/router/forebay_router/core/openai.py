@@ -6,9 +6,11 @@ Fields that are not named here pass through untouched and are judged by the engi
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, TypeAlias, cast
 
 import msgspec
+from forebay_common.prefixes import chat_bytes, text_bytes, token_bytes
 from msgspec import Meta, Struct
 
 from forebay_router.core.refusal import RefusedError
@@ -33,7 +35,8 @@ Temperature: TypeAlias = Annotated[float, Meta(ge=0, le=2)]
 AboveZero: TypeAlias = Annotated[float, Meta(gt=0)]
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 TopP: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
-Prompt: TypeAlias = str | list[str | int | list[int]]
+Prompts: TypeAlias = str | list[str | int | list[int]]
+"""One text, its token ids, or several of either."""
 
 
 # What JSON makes holds no cycles, so the collector need not look at any of these.
@@ -96,25 +99,55 @@ class ChatBody(Sampling, kw_only=True, gc=False):
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
 
+    def prefix_bytes(self) -> bytes:
+        """See `forebay_router.core.wanted.Prompt`."""
+        tools = _ENCODER.encode(self.tools) if self.tools else b""
+        return chat_bytes(
+            ((message.role, _texts(message.content)) for message in self.messages), tools=tools
+        )
+
+    def texts(self) -> Iterable[str]:
+        """See `forebay_router.core.wanted.Prompt`."""
+        for message in reversed(self.messages):
+            if message.role == "user":
+                return _texts(message.content)
+        return _texts(self.messages[-1].content)
+
 
 class CompletionBody(Sampling, kw_only=True, gc=False):
     """`/v1/completions`."""
 
-    prompt: Prompt
+    prompt: Prompts
     best_of: Choices | None = None
     logprobs: Logprobs | None = None
     echo: bool | None = None
     suffix: str | None = None
+
+    def prefix_bytes(self) -> bytes:
+        """See `forebay_router.core.wanted.Prompt`."""
+        return _first_bytes(self.prompt)
+
+    def texts(self) -> Iterable[str]:
+        """See `forebay_router.core.wanted.Prompt`."""
+        return _prompt_texts(self.prompt)
 
 
 class EmbeddingBody(Struct, kw_only=True, gc=False):
     """`/v1/embeddings`."""
 
     model: ModelName
-    input: Prompt
+    input: Prompts
     dimensions: AtLeastOne | None = None
     encoding_format: str | None = None
     user: str | None = None
+
+    def prefix_bytes(self) -> bytes:
+        """See `forebay_router.core.wanted.Prompt`."""
+        return b""
+
+    def texts(self) -> Iterable[str]:
+        """See `forebay_router.core.wanted.Prompt`."""
+        return _prompt_texts(self.input)
 
 
 Body: TypeAlias = ChatBody | CompletionBody | EmbeddingBody
@@ -125,6 +158,12 @@ _DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
     "/v1/embeddings": msgspec.json.Decoder(EmbeddingBody),
 }
 PATHS = frozenset(_DECODERS)
+_ENCODER = msgspec.json.Encoder()
+
+_COMPLETION_TOKENS = 16
+"""What OpenAI's protocol has a completion end at where it does not say."""
+
+_TOKEN_MAX = (1 << 31) - 1
 
 _PROBLEM = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<field>\w+)`")
@@ -142,16 +181,46 @@ def check_openai(path: str, body: bytes) -> Wanted:
         raise RefusedError("ROUTE_NOT_FOUND", "There is no such path here.", param="path")
     parsed = _decode(decoder, body)
     if isinstance(parsed, ChatBody):
-        characters = 0
-        for message in parsed.messages:
-            content = message.content
-            characters += len(content) if isinstance(content, str) else _characters(content)
-        return Wanted(parsed.model, "chat", estimate_tokens(characters))
+        return _want_chat(parsed)
     if isinstance(parsed, CompletionBody):
-        _check_prompt(parsed.prompt, "prompt")
-        return Wanted(parsed.model, "text_completion", _estimate(parsed.prompt))
+        return _want_completion(parsed)
     _check_prompt(parsed.input, "input")
-    return Wanted(parsed.model, "embeddings", _estimate(parsed.input))
+    return Wanted(parsed.model, "embeddings", _estimate(parsed.input), parsed)
+
+
+def _want_chat(body: ChatBody) -> Wanted:
+    characters = 0
+    for message in body.messages:
+        content = message.content
+        characters += len(content) if isinstance(content, str) else _characters(content)
+    streams = body.stream is True
+    return Wanted(
+        body.model,
+        "chat",
+        estimate_tokens(characters),
+        body,
+        body.max_completion_tokens or body.max_tokens,
+        body.n or 1,
+        streams,
+        streams,
+    )
+
+
+def _want_completion(body: CompletionBody) -> Wanted:
+    prompt = body.prompt
+    _check_prompt(prompt, "prompt")
+    streams = body.stream is True
+    prompts = 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
+    return Wanted(
+        body.model,
+        "text_completion",
+        _estimate(prompt),
+        body,
+        body.max_tokens or _COMPLETION_TOKENS,
+        prompts * (body.n or 1),
+        streams,
+        streams,
+    )
 
 
 def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Body:
@@ -183,7 +252,7 @@ def _explain(problem: str) -> RefusedError:
     return RefusedError("INVALID_ARGUMENT", f"'{path}' is wrong: {what}.", param=path)
 
 
-def _check_prompt(prompt: Prompt, field: str) -> None:
+def _check_prompt(prompt: Prompts, field: str) -> None:
     if isinstance(prompt, str):
         return
     if not prompt:
@@ -200,6 +269,8 @@ def _check_prompt(prompt: Prompt, field: str) -> None:
             raise _wrong(name, "must not be empty")
         if min(tokens) < 0:
             raise _wrong(name, "holds a negative token")
+        if max(tokens) > _TOKEN_MAX:
+            raise _wrong(name, f"holds a token above {_TOKEN_MAX}")
 
 
 def _token_lists(prompt: list[str | int | list[int]], field: str) -> list[tuple[str, list[int]]]:
@@ -212,7 +283,7 @@ def _wrong(param: str, problem: str) -> RefusedError:
     return RefusedError("INVALID_ARGUMENT", f"'{param}' {problem}.", param=param)
 
 
-def _estimate(prompt: Prompt) -> int:
+def _estimate(prompt: Prompts) -> int:
     if isinstance(prompt, str):
         return estimate_tokens(len(prompt))
     if isinstance(prompt[0], int):
@@ -225,3 +296,29 @@ def _estimate(prompt: Prompt) -> int:
 
 def _characters(parts: list[str | ContentPart] | None) -> int:
     return sum(len(part) if isinstance(part, str) else len(part.text or "") for part in parts or ())
+
+
+def _texts(content: str | list[str | ContentPart] | None) -> Iterator[str]:
+    if isinstance(content, str):
+        yield content
+        return
+    for part in content or ():
+        if isinstance(part, str):
+            yield part
+        elif part.text is not None:
+            yield part.text
+
+
+def _prompt_texts(prompt: Prompts) -> Iterable[str]:
+    if isinstance(prompt, str):
+        return (prompt,)
+    return (entry for entry in prompt if isinstance(entry, str))
+
+
+def _first_bytes(prompt: Prompts) -> bytes:
+    if isinstance(prompt, str):
+        return text_bytes(prompt)
+    first = prompt[0]
+    if isinstance(first, str):
+        return text_bytes(first)
+    return token_bytes(first if isinstance(first, list) else cast("list[int]", prompt))
