@@ -16,6 +16,7 @@ from forebay_client.cli.fleet import down, up
 from forebay_client.cli.models import models
 from forebay_client.cli.status import status
 from forebay_client.cli.trace import trace
+from forebay_client.cli.why import why
 from forebay_client.fleet.launch import FleetError
 
 _INTERRUPTED = 130
@@ -46,7 +47,7 @@ def forebay() -> None:
     """Serve language models: start a fleet on this machine, ask it, see what it does."""
 
 
-for _command in (up, down, status, chat, models, trace):
+for _command in (up, down, status, chat, models, trace, why):
     forebay.add_command(_command)
 
 
