@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import grpc
@@ -76,7 +76,7 @@ class AutoscalerServicer(autoscaler_grpc.AutoscalerServiceServicer):
             response.leader = await self._election.leader() or ""
         except ForebayError:
             response.leader = ""
-        for _, pool in sorted(self._world.pools().items()):
+        for _, pool in sorted((await self._now()).items()):
             response.pools.append(await self._status(pool))
         return response
 
@@ -98,20 +98,28 @@ class AutoscalerServicer(autoscaler_grpc.AutoscalerServiceServicer):
     async def PlanPool(  # noqa: N802
         self, request: autoscaler.PlanPoolRequest, context: _Context
     ) -> autoscaler.PlanPoolResponse:
-        decision = self._loop.plan(self._pool(request.name))
+        decision = self._loop.plan(await self._pool(request.name))
         return autoscaler.PlanPoolResponse(decision=decision_message(decision))
 
     @_refusing
     async def ExplainPool(  # noqa: N802
         self, request: autoscaler.ExplainPoolRequest, context: _Context
     ) -> autoscaler.ExplainPoolResponse:
-        pool = self._pool(request.name)
+        pool = await self._pool(request.name)
         decisions = await self._loop.history(pool.name)
         newest = decisions[: request.limit or _EXPLAINED_DEFAULT]
         return autoscaler.ExplainPoolResponse(decisions=map(decision_message, newest))
 
-    def _pool(self, name: str) -> autoscaler.Pool:
-        pool = self._world.pools().get(name)
+    async def _now(self) -> Mapping[str, autoscaler.Pool]:
+        """The pools as etcd has them, so that whoever changed one through another instance finds it
+        changed here; the last known ones while etcd is away."""
+        try:
+            return await self._pools.read_all()
+        except ForebayError:
+            return self._world.pools()
+
+    async def _pool(self, name: str) -> autoscaler.Pool:
+        pool = (await self._now()).get(name)
         if pool is None:
             raise RefusedError("POOL_NOT_FOUND", "No pool has this name.", param="name")
         return pool

@@ -154,6 +154,10 @@ async def test_every_instance_lists_plans_and_explains(
         listed = await stub.ListPools(autoscaler.ListPoolsRequest())
         assert listed.leader in ("a", "b")
         (status,) = listed.pools
+        # Replicas are watched, so an instance may hear of one a moment after the leader.
+        async with asyncio.timeout(10):
+            while not status.active:
+                (status,) = (await stub.ListPools(autoscaler.ListPoolsRequest())).pools
         assert (status.active, status.standby, status.pool.name) == (1, 0, "p")
         assert status.decision.reason == "model_not_found"
         planned = (await stub.PlanPool(autoscaler.PlanPoolRequest(name="p"))).decision

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable
 
@@ -19,6 +20,16 @@ class PoolStore:
     def __init__(self, store: Store, keys: Keys) -> None:
         self._store = store
         self._keys = keys
+
+    async def read_all(self) -> dict[str, autoscaler.Pool]:
+        """All pools by name, as etcd has them now; what cannot be decoded is left out."""
+        listing = await self._store.list(self._keys.pools)
+        pools: dict[str, autoscaler.Pool] = {}
+        for entry in listing.entries.values():
+            with contextlib.suppress(ValueError):
+                pool = from_json(autoscaler.Pool, entry.value)
+                pools[pool.name] = pool
+        return pools
 
     async def put(self, pool: autoscaler.Pool) -> None:
         """Create or replace a pool."""
