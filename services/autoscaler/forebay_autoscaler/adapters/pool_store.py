@@ -11,7 +11,15 @@ from forebay_common.discovery import Keys, from_json, to_json
 from forebay_common.errors import ForebayError, Reason
 from forebay_common.store import Condition, Op, Store
 
+from forebay_autoscaler.core.pools import check_pool
+from forebay_autoscaler.core.refusal import RefusedError
+
 _ATTEMPTS = 8
+
+
+def decode_pool(value: bytes) -> autoscaler.Pool:
+    """A pool as it is stored. Raises ValueError or RefusedError where it is not right."""
+    return check_pool(from_json(autoscaler.Pool, value))
 
 
 class PoolStore:
@@ -22,12 +30,12 @@ class PoolStore:
         self._keys = keys
 
     async def read_all(self) -> dict[str, autoscaler.Pool]:
-        """All pools by name, as etcd has them now; what cannot be decoded is left out."""
+        """All pools by name, as etcd has them now; what is no right pool is left out."""
         listing = await self._store.list(self._keys.pools)
         pools: dict[str, autoscaler.Pool] = {}
         for entry in listing.entries.values():
-            with contextlib.suppress(ValueError):
-                pool = from_json(autoscaler.Pool, entry.value)
+            with contextlib.suppress(ValueError, RefusedError):
+                pool = decode_pool(entry.value)
                 pools[pool.name] = pool
         return pools
 

@@ -14,10 +14,10 @@ from forebay.registry.v1 import registry_service_pb2 as registry
 from forebay_common.discovery import Keys, View, from_json
 from forebay_common.store import Store
 
+from forebay_autoscaler.adapters.pool_store import decode_pool
 from forebay_autoscaler.core.catalogue import resolve
 from forebay_autoscaler.core.model import Observation, ReplicaSeen
 from forebay_autoscaler.core.observe import see_replicas
-from forebay_autoscaler.core.pools import check_pool
 from forebay_autoscaler.core.refusal import RefusedError
 from forebay_autoscaler.launcher import Launcher
 
@@ -107,7 +107,7 @@ def _decode_replica(key: str, value: bytes) -> batcher.Replica:
 
 
 def _decode_pool(key: str, value: bytes) -> autoscaler.Pool:
-    return check_pool(from_json(autoscaler.Pool, value))
+    return decode_pool(value)
 
 
 def _decode_model(key: str, value: bytes) -> registry.Model:
