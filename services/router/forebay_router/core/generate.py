@@ -1,4 +1,5 @@
-"""Checks the messages of Generate and Embed against the bounds their contract names."""
+"""Checks the messages of Generate and Embed against the ranges that their contract names, and the
+bounds on what a caller can make large."""
 
 from __future__ import annotations
 
@@ -12,27 +13,20 @@ from forebay.inference.v1.inference_service_pb2 import (
 )
 from forebay_common.prefixes import chat_bytes, text_bytes, token_bytes
 
+from forebay_router.core.bounds import BOUNDS, Bounds
 from forebay_router.core.refusal import RefusedError
-from forebay_router.core.wanted import (
-    MAX_INPUTS,
-    MAX_LOGPROBS,
-    MAX_MODEL_CHARS,
-    MAX_STOPS,
-    Wanted,
-    estimate_tokens,
-)
+from forebay_router.core.wanted import MAX_MODEL_CHARS, Wanted, estimate_tokens
 
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 # A comparison with NaN is false, so each bound says what is right instead of what is wrong.
-_BOUNDS: Mapping[str, tuple[Callable[[float], bool], str]] = {
+_RANGES: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "max_tokens": (lambda value: value >= 1, "at least 1"),
     "temperature": (lambda value: 0 <= value <= 2, "from 0 to 2"),
     "top_p": (lambda value: 0 < value <= 1, "above 0 and at most 1"),
     "presence_penalty": (lambda value: -2 <= value <= 2, "from -2 to 2"),
     "frequency_penalty": (lambda value: -2 <= value <= 2, "from -2 to 2"),
     "repetition_penalty": (lambda value: 0 < value < float("inf"), "above 0"),
-    "logprobs": (lambda value: value <= MAX_LOGPROBS, f"at most {MAX_LOGPROBS}"),
 }
 
 
@@ -82,7 +76,7 @@ class _EmbedPrompt:
         return (entry.text for entry in self._request.inputs if entry.HasField("text"))
 
 
-def check_generate(request: GenerateRequest) -> Wanted:
+def check_generate(request: GenerateRequest, bounds: Bounds = BOUNDS) -> Wanted:
     """Check a GenerateRequest.
 
     Raises:
@@ -99,20 +93,20 @@ def check_generate(request: GenerateRequest) -> Wanted:
             raise _empty("token_ids.ids")
     elif kind == "messages":
         messages = request.messages.messages
-        _check_messages(messages)
+        _check_messages(messages, bounds)
         tokens = estimate_tokens(sum([len(message.content) for message in messages]))
     else:
         tokens = estimate_tokens(len(request.text))
     max_tokens = None
     if request.HasField("sampling"):
-        _check_sampling(request.sampling)
+        _check_sampling(request.sampling, bounds)
         # What was checked is never 0, which is what an absent one reads as.
         max_tokens = request.sampling.max_tokens or None
     prompt = _GeneratePrompt(request)
     return Wanted(model, "generate_content", tokens, prompt, max_tokens, 1, True, True)
 
 
-def check_embed(request: EmbedRequest) -> Wanted:
+def check_embed(request: EmbedRequest, bounds: Bounds = BOUNDS) -> Wanted:
     """Check an EmbedRequest.
 
     Raises:
@@ -121,9 +115,7 @@ def check_embed(request: EmbedRequest) -> Wanted:
     _check_model(request.model)
     if not request.inputs:
         raise _empty("inputs")
-    if len(request.inputs) > MAX_INPUTS:
-        message = f"'inputs' holds more than {MAX_INPUTS} entries."
-        raise RefusedError("INVALID_ARGUMENT", message, param="inputs")
+    _check_count(len(request.inputs), "inputs", bounds.inputs)
     tokens = 0
     for index, entry in enumerate(request.inputs):
         kind = entry.WhichOneof("input")
@@ -141,35 +133,51 @@ def _check_model(model: str) -> None:
         raise RefusedError("INVALID_ARGUMENT", message, param="model")
 
 
-def _check_messages(messages: Sequence[ChatMessage]) -> None:
+def _check_messages(messages: Sequence[ChatMessage], bounds: Bounds) -> None:
     if not messages:
         raise _empty("messages")
+    _check_count(len(messages), "messages", bounds.messages)
     for index, message in enumerate(messages):
         if message.role not in ROLES:
             param = f"messages[{index}].role"
-            text = f"'{param}' must be one of {', '.join(sorted(ROLES))}."
-            raise RefusedError("INVALID_ARGUMENT", text, param=param)
+            raise _wrong(param, f"must be one of {', '.join(sorted(ROLES))}")
 
 
-def _check_sampling(sampling: SamplingOptions) -> None:
+def _check_sampling(sampling: SamplingOptions, bounds: Bounds) -> None:
     for field, value in sampling.ListFields():
-        if field.name == "stop":
-            _check_stops(value)
-        elif field.name in _BOUNDS:
-            is_right, bound = _BOUNDS[field.name]
+        name = field.name
+        if name == "stop":
+            _check_stops(value, bounds)
+        elif name == "logprobs" and value > bounds.logprobs:
+            raise _wrong("sampling.logprobs", f"must be at most {bounds.logprobs}")
+        elif name in _RANGES:
+            is_right, allowed = _RANGES[name]
             if not is_right(value):
-                param = f"sampling.{field.name}"
-                raise RefusedError("INVALID_ARGUMENT", f"'{param}' must be {bound}.", param=param)
+                raise _wrong(f"sampling.{name}", f"must be {allowed}")
+    most = sampling.max_tokens
+    if most > bounds.generated_tokens:
+        raise _wrong("sampling.max_tokens", f"must be at most {bounds.generated_tokens}")
+    if sampling.min_tokens > most and most:
+        raise _wrong("sampling.min_tokens", "must be at most 'sampling.max_tokens'")
 
 
-def _check_stops(stops: Sequence[str]) -> None:
-    if len(stops) > MAX_STOPS:
-        message = f"'sampling.stop' holds more than {MAX_STOPS} entries."
-        raise RefusedError("INVALID_ARGUMENT", message, param="sampling.stop")
+def _check_stops(stops: Sequence[str], bounds: Bounds) -> None:
+    _check_count(len(stops), "sampling.stop", bounds.stops)
     for index, stop in enumerate(stops):
         if not stop:
             raise _empty(f"sampling.stop[{index}]")
+        if len(stop) > bounds.stop_chars:
+            raise _wrong(f"sampling.stop[{index}]", f"has more than {bounds.stop_chars} characters")
+
+
+def _check_count(count: int, param: str, most: int) -> None:
+    if count > most:
+        raise _wrong(param, f"holds more than {most} entries")
+
+
+def _wrong(param: str, problem: str) -> RefusedError:
+    return RefusedError("INVALID_ARGUMENT", f"'{param}' {problem}.", param=param)
 
 
 def _empty(param: str) -> RefusedError:
-    return RefusedError("INVALID_ARGUMENT", f"'{param}' must not be empty.", param=param)
+    return _wrong(param, "must not be empty")

@@ -1,241 +1,124 @@
-"""Checks bodies of the OpenAI protocol: types, required fields, and what a caller can make large.
-
-Fields that are not named here pass through untouched and are judged by the engine.
-"""
+"""Checks bodies of the OpenAI protocol: types, required fields, what a caller can make large."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, TypeAlias, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias, cast
 
 import msgspec
-from forebay_common.prefixes import chat_bytes, text_bytes, token_bytes
-from msgspec import Meta, Struct
+from msgspec import Raw
 
-from forebay_router.core.refusal import RefusedError
-from forebay_router.core.wanted import (
-    MAX_CHOICES,
-    MAX_INPUTS,
-    MAX_LOGPROBS,
-    MAX_MODEL_CHARS,
-    MAX_STOPS,
-    Wanted,
-    estimate_tokens,
+from forebay_router.core.bodies import (
+    ABSENT,
+    ChatBody,
+    Choosing,
+    CompletionBody,
+    Content,
+    ContentPart,
+    CountBody,
+    DetokenizeBody,
+    Message,
+    MessagesBody,
+    PooledBody,
+    Prompts,
+    RerankBody,
+    ResponsesBody,
+    Sampling,
+    ScoreBody,
+    ScoreInputs,
+    Steering,
+    Stops,
+    TokenizeBody,
+    is_given,
+    score_texts,
 )
-
-ModelName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_MODEL_CHARS)]
-AtLeastOne: TypeAlias = Annotated[int, Meta(ge=1)]
-NotNegative: TypeAlias = Annotated[int, Meta(ge=0)]
-Choices: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
-Logprobs: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
-Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
-Stops: TypeAlias = str | Annotated[list[str], Meta(max_length=MAX_STOPS)]
-Temperature: TypeAlias = Annotated[float, Meta(ge=0, le=2)]
-AboveZero: TypeAlias = Annotated[float, Meta(gt=0)]
-Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
-TopP: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
-Prompts: TypeAlias = str | list[str | int | list[int]]
-"""One text, its token ids, or several of either."""
-
-
-# What JSON makes holds no cycles, so the collector need not look at any of these.
-class StreamOptions(Struct, gc=False):
-    """`stream_options`."""
-
-    include_usage: bool | None = None
-
-
-class Sampling(Struct, kw_only=True, gc=False):
-    """What chat and completions have in common."""
-
-    model: ModelName
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Choices | None = None
-    max_tokens: AtLeastOne | None = None
-    min_tokens: NotNegative | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
-    seed: int | None = None
-    stop: Stops | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: AboveZero | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    min_p: Share | None = None
-    stop_token_ids: list[NotNegative] | None = None
-    ignore_eos: bool | None = None
-    prompt_logprobs: Logprobs | None = None
-    logit_bias: dict[str, float] | None = None
-    user: str | None = None
-
-
-class ContentPart(Struct, gc=False):
-    """A part of a message; which fields it has depends on its type."""
-
-    type: str | None = None
-    text: str | None = None
-
-
-class Message(Struct, gc=False):
-    """One turn of a conversation."""
-
-    role: Annotated[str, Meta(min_length=1)]
-    content: str | list[str | ContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-
-
-class ChatBody(Sampling, kw_only=True, gc=False):
-    """`/v1/chat/completions`."""
-
-    messages: Annotated[list[Message], Meta(min_length=1)]
-    max_completion_tokens: AtLeastOne | None = None
-    logprobs: bool | None = None
-    top_logprobs: Logprobs | None = None
-    tools: list[dict[str, Any]] | None = None
-    parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
-
-    def prefix_bytes(self) -> bytes:
-        """See `forebay_router.core.wanted.Prompt`."""
-        tools = _ENCODER.encode(self.tools) if self.tools else b""
-        return chat_bytes(
-            ((message.role, _texts(message.content)) for message in self.messages), tools=tools
-        )
-
-    def texts(self) -> Iterable[str]:
-        """See `forebay_router.core.wanted.Prompt`."""
-        for message in reversed(self.messages):
-            if message.role == "user":
-                return _texts(message.content)
-        return _texts(self.messages[-1].content)
-
-
-class CompletionBody(Sampling, kw_only=True, gc=False):
-    """`/v1/completions`."""
-
-    prompt: Prompts
-    best_of: Choices | None = None
-    logprobs: Logprobs | None = None
-    echo: bool | None = None
-    suffix: str | None = None
-
-    def prefix_bytes(self) -> bytes:
-        """See `forebay_router.core.wanted.Prompt`."""
-        return _first_bytes(self.prompt)
-
-    def texts(self) -> Iterable[str]:
-        """See `forebay_router.core.wanted.Prompt`."""
-        return _prompt_texts(self.prompt)
-
-
-class EmbeddingBody(Struct, kw_only=True, gc=False):
-    """`/v1/embeddings`."""
-
-    model: ModelName
-    input: Prompts
-    dimensions: AtLeastOne | None = None
-    encoding_format: str | None = None
-    user: str | None = None
-
-    def prefix_bytes(self) -> bytes:
-        """See `forebay_router.core.wanted.Prompt`."""
-        return b""
-
-    def texts(self) -> Iterable[str]:
-        """See `forebay_router.core.wanted.Prompt`."""
-        return _prompt_texts(self.input)
-
-
-Body: TypeAlias = ChatBody | CompletionBody | EmbeddingBody
-
-_DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
-    "/v1/chat/completions": msgspec.json.Decoder(ChatBody),
-    "/v1/completions": msgspec.json.Decoder(CompletionBody),
-    "/v1/embeddings": msgspec.json.Decoder(EmbeddingBody),
-}
-PATHS = frozenset(_DECODERS)
-_ENCODER = msgspec.json.Encoder()
+from forebay_router.core.bounds import BOUNDS, Bounds
+from forebay_router.core.constraints import check_schema, check_structured_outputs
+from forebay_router.core.media import check_contents
+from forebay_router.core.refusal import RefusedError
+from forebay_router.core.wanted import Wanted, estimate_tokens
 
 _COMPLETION_TOKENS = 16
 """What OpenAI's protocol has a completion end at where it does not say."""
-
 _TOKEN_MAX = (1 << 31) - 1
+_SCORED = (
+    ("queries", "documents"),
+    ("queries", "items"),
+    ("data_1", "data_2"),
+    ("text_1", "text_2"),
+)
 
 _PROBLEM = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<field>\w+)`")
 
+_Fields: TypeAlias = dict[str, Any]
+_decode_any = msgspec.json.Decoder().decode
 
-def check_openai(path: str, body: bytes) -> Wanted:
+
+class _Function(msgspec.Struct, gc=False):
+    parameters: Raw = ABSENT
+
+
+class _Tool(msgspec.Struct, gc=False):
+    """A tool, in any of the three protocols."""
+
+    function: _Function | None = None
+    parameters: Raw = ABSENT
+    input_schema: Raw = ABSENT
+
+
+class _Schema(msgspec.Struct, gc=False):
+    schema: Raw = ABSENT
+
+
+class _Format(msgspec.Struct, gc=False):
+    """`response_format`, and the `format` of the other two protocols."""
+
+    type: str | None = None
+    json_schema: _Schema | None = None
+    schema: Raw = ABSENT
+
+
+class _Held(msgspec.Struct, gc=False):
+    """`text` of responses, and `output_config` of Anthropic's messages."""
+
+    format: Raw = ABSENT
+
+
+_decode_tool = msgspec.json.Decoder(_Tool).decode
+_decode_format = msgspec.json.Decoder(_Format).decode
+_decode_held = msgspec.json.Decoder(_Held).decode
+
+
+def check_openai(path: str, body: bytes, bounds: Bounds = BOUNDS) -> Wanted:
     """Check a body.
 
     Raises:
         RefusedError: ROUTE_NOT_FOUND for a path that is not served; INVALID_ARGUMENT naming the
-            field.
+            field, and the limit where it has one; UNSUPPORTED for what would need a memory here.
     """
-    decoder = _DECODERS.get(path)
-    if decoder is None:
+    served = _SERVED.get(path)
+    if served is None:
         raise RefusedError("ROUTE_NOT_FOUND", "There is no such path here.", param="path")
+    decoder, want = served
     parsed = _decode(decoder, body)
-    if isinstance(parsed, ChatBody):
-        return _want_chat(parsed)
-    if isinstance(parsed, CompletionBody):
-        return _want_completion(parsed)
-    _check_prompt(parsed.input, "input")
-    return Wanted(parsed.model, "embeddings", _estimate(parsed.input), parsed)
+    wanted: Wanted = want(parsed, body, bounds)
+    return wanted
 
 
-def _want_chat(body: ChatBody) -> Wanted:
-    characters = 0
-    for message in body.messages:
-        content = message.content
-        characters += len(content) if isinstance(content, str) else _characters(content)
-    streams = body.stream is True
-    return Wanted(
-        body.model,
-        "chat",
-        estimate_tokens(characters),
-        body,
-        body.max_completion_tokens or body.max_tokens,
-        body.n or 1,
-        streams,
-        streams,
-    )
-
-
-def _want_completion(body: CompletionBody) -> Wanted:
-    prompt = body.prompt
-    _check_prompt(prompt, "prompt")
-    streams = body.stream is True
-    prompts = 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
-    return Wanted(
-        body.model,
-        "text_completion",
-        _estimate(prompt),
-        body,
-        body.max_tokens or _COMPLETION_TOKENS,
-        prompts * (body.n or 1),
-        streams,
-        streams,
-    )
-
-
-def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Body:
+def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     try:
         # The decoder skips unknown fields without reading their text, and the engine would choke.
         if not body.isascii():
             str(body, "utf-8")
-        parsed: Body = decoder.decode(body)
+        return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _explain(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise RefusedError("INVALID_ARGUMENT", "The body is not valid JSON in UTF-8.") from None
     except RecursionError:
         raise RefusedError("INVALID_ARGUMENT", "The body is nested too deeply.") from None
-    return parsed
 
 
 def _explain(problem: str) -> RefusedError:
@@ -252,7 +135,358 @@ def _explain(problem: str) -> RefusedError:
     return RefusedError("INVALID_ARGUMENT", f"'{path}' is wrong: {what}.", param=path)
 
 
-def _check_prompt(prompt: Prompts, field: str) -> None:
+def _want_chat(body: ChatBody, raw: bytes, bounds: Bounds) -> Wanted:
+    characters = _check_messages(body.messages, raw, bounds)
+    _check_choosing(body, bounds)
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    _check_generated(
+        max_tokens, "max_completion_tokens" if body.max_completion_tokens else "max_tokens", bounds
+    )
+    if body.top_logprobs is not None:
+        _check_most(body.top_logprobs, "top_logprobs", bounds.logprobs)
+    if body.min_tokens:
+        _check_min_tokens(body.min_tokens, max_tokens)
+    if body.tools:
+        _check_tools(body.tools, bounds)
+    streams = body.stream is True
+    return Wanted(
+        body.model,
+        "chat",
+        estimate_tokens(characters),
+        body,
+        max_tokens,
+        body.n or 1,
+        streams,
+        streams,
+    )
+
+
+def _want_completion(body: CompletionBody, _: bytes, bounds: Bounds) -> Wanted:
+    prompt = body.prompt
+    _check_prompt(prompt, "prompt", bounds)
+    _check_choosing(body, bounds)
+    max_tokens = body.max_tokens or _COMPLETION_TOKENS
+    _check_generated(max_tokens, "max_tokens", bounds)
+    if body.best_of is not None:
+        _check_most(body.best_of, "best_of", bounds.choices)
+    if body.logprobs is not None:
+        _check_most(body.logprobs, "logprobs", bounds.logprobs)
+    if body.min_tokens:
+        _check_min_tokens(body.min_tokens, max_tokens)
+    answers = body.n or 1
+    if not isinstance(prompt, str) and not isinstance(prompt[0], int):
+        answers *= len(prompt)
+        _check_most(answers, "n", bounds.answers, of="prompts times choices")
+    streams = body.stream is True
+    return Wanted(
+        body.model,
+        "text_completion",
+        _estimate(prompt),
+        body,
+        max_tokens,
+        answers,
+        streams,
+        streams,
+    )
+
+
+def _want_responses(body: ResponsesBody, raw: bytes, bounds: Bounds) -> Wanted:
+    if body.previous_response_id is not None:
+        raise _no_memory("previous_response_id", "Answers are not kept here; send the whole input.")
+    if body.background:
+        raise _no_memory("background", "Answers are not kept here; ask for a stream instead.")
+    _check_steering(body, bounds)
+    _check_generated(body.max_output_tokens, "max_output_tokens", bounds)
+    if body.top_logprobs is not None:
+        _check_most(body.top_logprobs, "top_logprobs", bounds.logprobs)
+    if body.tools:
+        _check_tools(body.tools, bounds)
+    if is_given(body.text):
+        _check_held(body.text, "text", bounds)
+    characters = len(body.instructions or "")
+    if isinstance(body.input, str):
+        characters += len(body.input)
+    else:
+        _check_count(len(body.input), "input", bounds.messages)
+        holds_media = False
+        for index, item in enumerate(body.input):
+            counted, more = _count(item.content, f"input[{index}].content", bounds)
+            characters += counted + len(item.arguments or "")
+            holds_media |= more
+            if is_given(item.output):
+                output = bytes(item.output)
+                characters += len(output)
+                holds_media |= output[:1] != b'"'
+        if holds_media:
+            for index, entry in enumerate(_decode_any(raw)["input"]):
+                check_contents(entry.get("content"), f"input[{index}].content", bounds)
+                check_contents(entry.get("output"), f"input[{index}].output", bounds)
+    return Wanted(
+        body.model,
+        "chat",
+        estimate_tokens(characters),
+        body,
+        body.max_output_tokens,
+        1,
+        body.stream is True,
+    )
+
+
+def _want_messages(body: MessagesBody, raw: bytes, bounds: Bounds) -> Wanted:
+    characters = _check_messages(body.messages, raw, bounds)
+    if body.system is not None:
+        characters += _count(body.system, "system", bounds)[0]
+    _check_sampling(body)
+    _check_generated(body.max_tokens, "max_tokens", bounds)
+    if body.stop_sequences:
+        _check_stops(body.stop_sequences, "stop_sequences", bounds)
+    if body.tools:
+        _check_tools(body.tools, bounds)
+    if is_given(body.output_config):
+        _check_held(body.output_config, "output_config", bounds)
+    tokens = estimate_tokens(characters)
+    return Wanted(body.model, "chat", tokens, body, body.max_tokens, 1, body.stream is True)
+
+
+def _want_count(body: CountBody, raw: bytes, bounds: Bounds) -> Wanted:
+    _want_messages(body, raw, bounds)
+    return Wanted(body.model, "tokenize", 1, body)
+
+
+def _want_pooled(operation: str) -> Callable[[PooledBody, bytes, Bounds], Wanted]:
+    def want(body: PooledBody, raw: bytes, bounds: Bounds) -> Wanted:
+        if body.messages is not None:
+            tokens = estimate_tokens(_check_messages(body.messages, raw, bounds))
+        elif body.input is not None:
+            _check_prompt(body.input, "input", bounds)
+            tokens = _estimate(body.input)
+        else:
+            raise RefusedError("INVALID_ARGUMENT", "'input' is required.", param="input")
+        return Wanted(body.model, operation, tokens, body)
+
+    return want
+
+
+def _want_rerank(body: RerankBody, raw: bytes, bounds: Bounds) -> Wanted:
+    query = _check_scored(body.query, "query", raw, bounds)
+    documents = _check_scored(body.documents, "documents", raw, bounds)
+    # Each document is read together with the query.
+    count = len(body.documents) if isinstance(body.documents, list) else 1
+    return Wanted(body.model, "rerank", estimate_tokens(query * count + documents), body)
+
+
+def _want_score(body: ScoreBody, raw: bytes, bounds: Bounds) -> Wanted:
+    for left, right in _SCORED:
+        first, second = getattr(body, left), getattr(body, right)
+        if first is None or second is None:
+            continue
+        characters = 0
+        longer = max(len(side) if isinstance(side, list) else 1 for side in (first, second))
+        for name, side in ((left, first), (right, second)):
+            repeated = 1 if isinstance(side, list) else longer
+            characters += repeated * _check_scored(side, name, raw, bounds)
+        return Wanted(body.model, "score", estimate_tokens(characters), body)
+    # Of a pair that is begun, the other half; else of the first.
+    halves = (pair if getattr(body, pair[0]) else pair[::-1] for pair in _SCORED)
+    missing = next((second for first, second in halves if getattr(body, first)), "queries")
+    raise RefusedError("INVALID_ARGUMENT", f"'{missing}' is required.", param=missing)
+
+
+def _want_tokenize(body: TokenizeBody, raw: bytes, bounds: Bounds) -> Wanted:
+    if body.messages is not None:
+        _check_messages(body.messages, raw, bounds)
+    elif body.prompt is None:
+        raise RefusedError("INVALID_ARGUMENT", "'prompt' is required.", param="prompt")
+    if body.tools:
+        _check_tools(body.tools, bounds)
+    return Wanted(body.model, "tokenize", 1, body)
+
+
+def _want_detokenize(body: DetokenizeBody, _: bytes, bounds: Bounds) -> Wanted:
+    if body.tokens and max(body.tokens) > _TOKEN_MAX:
+        raise _wrong("tokens", f"holds a token above {_TOKEN_MAX}")
+    return Wanted(body.model, "detokenize", 1, body)
+
+
+_SERVED: dict[str, tuple[msgspec.json.Decoder[Any], Callable[[Any, bytes, Bounds], Wanted]]] = {
+    "/v1/chat/completions": (msgspec.json.Decoder(ChatBody), _want_chat),
+    "/v1/completions": (msgspec.json.Decoder(CompletionBody), _want_completion),
+    "/v1/responses": (msgspec.json.Decoder(ResponsesBody), _want_responses),
+    "/v1/messages": (msgspec.json.Decoder(MessagesBody), _want_messages),
+    "/v1/messages/count_tokens": (msgspec.json.Decoder(CountBody), _want_count),
+    "/v1/embeddings": (msgspec.json.Decoder(PooledBody), _want_pooled("embeddings")),
+    "/pooling": (msgspec.json.Decoder(PooledBody), _want_pooled("pooling")),
+    "/classify": (msgspec.json.Decoder(PooledBody), _want_pooled("classify")),
+    **dict.fromkeys(
+        ("/rerank", "/v1/rerank", "/v2/rerank"), (msgspec.json.Decoder(RerankBody), _want_rerank)
+    ),
+    **dict.fromkeys(("/score", "/v1/score"), (msgspec.json.Decoder(ScoreBody), _want_score)),
+    "/tokenize": (msgspec.json.Decoder(TokenizeBody), _want_tokenize),
+    "/detokenize": (msgspec.json.Decoder(DetokenizeBody), _want_detokenize),
+}
+PATHS = frozenset(_SERVED)
+
+
+def _check_messages(messages: list[Message], raw: bytes, bounds: Bounds) -> int:
+    """Returns the characters of a conversation."""
+    if len(messages) > bounds.messages:
+        _check_count(len(messages), "messages", bounds.messages)
+    characters = 0
+    holds_media = False
+    for message in messages:
+        content = message.content
+        if isinstance(content, str):
+            characters += len(content)
+        elif content:
+            counted, more = _count(content, "messages[...].content", bounds)
+            characters += counted
+            holds_media |= more
+        if message.tool_calls:
+            characters += sum([len(bytes(call)) for call in message.tool_calls])
+    if holds_media:
+        for index, entry in enumerate(_decode_any(raw)["messages"]):
+            check_contents(entry.get("content"), f"messages[{index}].content", bounds)
+    return characters
+
+
+def _count(content: Content | None, field: str, bounds: Bounds) -> tuple[int, bool]:
+    """The characters of a content, and whether an engine may find media in it."""
+    if content is None:
+        return 0, False
+    if isinstance(content, str):
+        return len(content), False
+    _check_count(len(content), field, bounds.messages)
+    characters = 0
+    holds_media = False
+    for part in content:
+        if isinstance(part, str):
+            characters += len(part)
+            continue
+        characters += len(part.text or "")
+        holds_media |= not part.is_text
+    return characters, holds_media
+
+
+def _check_sampling(body: Sampling) -> None:
+    # They tell an engine which other host to fetch from.
+    if is_given(body.kv_transfer_params):
+        raise _wrong("kv_transfer_params", "is not for callers")
+    if is_given(body.ec_transfer_params):
+        raise _wrong("ec_transfer_params", "is not for callers")
+
+
+def _check_steering(body: Steering, bounds: Bounds) -> None:
+    _check_sampling(body)
+    if body.stop:
+        _check_stops(body.stop, "stop", bounds)
+    if body.logit_bias is not None:
+        _check_count(len(body.logit_bias), "logit_bias", bounds.listed_tokens)
+    if body.stop_token_ids is not None:
+        _check_count(len(body.stop_token_ids), "stop_token_ids", bounds.listed_tokens)
+    if body.structured_outputs is not None:
+        check_structured_outputs(body.structured_outputs, "structured_outputs", bounds)
+
+
+def _check_choosing(body: Choosing, bounds: Bounds) -> None:
+    _check_steering(body, bounds)
+    if body.n is not None:
+        _check_most(body.n, "n", bounds.choices)
+    if body.prompt_logprobs is not None:
+        _check_most(body.prompt_logprobs, "prompt_logprobs", bounds.logprobs)
+    if body.allowed_token_ids is not None:
+        _check_count(len(body.allowed_token_ids), "allowed_token_ids", bounds.listed_tokens)
+    if body.logprob_token_ids is not None:
+        _check_count(len(body.logprob_token_ids), "logprob_token_ids", bounds.listed_tokens)
+    if body.bad_words is not None:
+        _check_count(len(body.bad_words), "bad_words", bounds.listed_tokens)
+    if is_given(body.response_format):
+        _check_format(body.response_format, "response_format", bounds)
+
+
+def _check_stops(stops: Stops, field: str, bounds: Bounds) -> None:
+    if isinstance(stops, str):
+        stops = [stops]
+    _check_count(len(stops), field, bounds.stops)
+    if max(map(len, stops)) > bounds.stop_chars:
+        raise _wrong(field, f"holds a text of more than {bounds.stop_chars} characters")
+
+
+def _check_tools(tools: Sequence[Raw], bounds: Bounds) -> None:
+    _check_count(len(tools), "tools", bounds.tools)
+    if sum([len(bytes(tool)) for tool in tools]) > bounds.tools_bytes:
+        raise _wrong("tools", f"has more than {bounds.tools_bytes} bytes")
+    for index, raw in enumerate(tools):
+        field = f"tools[{index}]"
+        try:
+            tool = _decode_tool(raw)
+        except msgspec.ValidationError as error:
+            raise _within(field, str(error)) from None
+        function = tool.function.parameters if tool.function is not None else ABSENT
+        for schema in (function, tool.parameters, tool.input_schema):
+            if is_given(schema):
+                check_schema(schema, field, bounds)
+
+
+def _check_held(raw: Raw, field: str, bounds: Bounds) -> None:
+    try:
+        held = _decode_held(raw)
+    except msgspec.ValidationError as error:
+        raise _within(field, str(error)) from None
+    if is_given(held.format):
+        _check_format(held.format, f"{field}.format", bounds)
+
+
+def _check_format(raw: Raw, field: str, bounds: Bounds) -> None:
+    try:
+        given = _decode_format(raw)
+    except msgspec.ValidationError as error:
+        raise _within(field, str(error)) from None
+    if given.json_schema is not None and is_given(given.json_schema.schema):
+        check_schema(given.json_schema.schema, f"{field}.json_schema.schema", bounds)
+    if is_given(given.schema):
+        check_schema(given.schema, f"{field}.schema", bounds)
+    if given.type == "structural_tag":
+        check_schema(raw, field, bounds, within=True)
+
+
+def _check_scored(inputs: ScoreInputs, field: str, raw: bytes, bounds: Bounds) -> int:
+    """Returns the characters of one side of a score."""
+    if isinstance(inputs, str):
+        return len(inputs)
+    entries = inputs if isinstance(inputs, list) else [inputs]
+    _check_count(len(entries), field, bounds.inputs)
+    parts: Iterable[ContentPart] = (
+        part for entry in entries if not isinstance(entry, str) for part in entry.content
+    )
+    if any(not part.is_text for part in parts):
+        given = _decode_any(raw)[field]
+        for entry in given if isinstance(given, list) else [given]:
+            if isinstance(entry, dict):
+                check_contents(entry.get("content"), f"{field}.content", bounds)
+    return sum(map(len, score_texts(inputs)))
+
+
+def _check_min_tokens(min_tokens: int, max_tokens: int | None) -> None:
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise _wrong("min_tokens", f"must be at most the {max_tokens} tokens that are asked for")
+
+
+def _check_generated(tokens: int | None, field: str, bounds: Bounds) -> None:
+    if tokens is not None and tokens > bounds.generated_tokens:
+        _check_most(tokens, field, bounds.generated_tokens)
+
+
+def _check_most(value: int, field: str, most: int, *, of: str = "") -> None:
+    if value > most:
+        raise _wrong(field, f"may make at most {most} {of}" if of else f"must be at most {most}")
+
+
+def _check_count(count: int, field: str, most: int) -> None:
+    if count > most:
+        raise _wrong(field, f"holds more than {most} entries")
+
+
+def _check_prompt(prompt: Prompts, field: str, bounds: Bounds) -> None:
     if isinstance(prompt, str):
         return
     if not prompt:
@@ -262,8 +496,8 @@ def _check_prompt(prompt: Prompts, field: str) -> None:
     if len(kinds) > 1:
         odd = next(i for i, entry in enumerate(prompt) if type(entry) is not type(prompt[0]))
         raise _wrong(f"{field}[{odd}]", f"is of another type than '{field}[0]'")
-    if kinds != {int} and len(prompt) > MAX_INPUTS:
-        raise _wrong(field, f"holds more than {MAX_INPUTS} entries")
+    if kinds != {int}:
+        _check_count(len(prompt), field, bounds.inputs)
     for name, tokens in _token_lists(prompt, field):
         if not tokens:
             raise _wrong(name, "must not be empty")
@@ -283,6 +517,20 @@ def _wrong(param: str, problem: str) -> RefusedError:
     return RefusedError("INVALID_ARGUMENT", f"'{param}' {problem}.", param=param)
 
 
+def _no_memory(param: str, remedy: str) -> RefusedError:
+    return RefusedError("UNSUPPORTED", f"'{param}' is not offered. {remedy}", param=param)
+
+
+def _within(field: str, problem: str) -> RefusedError:
+    """The refusal of what was kept raw."""
+    inner = _explain(problem)
+    if inner.param is None:
+        return _wrong(field, "must be an object")
+    path = f"{field}.{inner.param}"
+    message = inner.message.replace(f"'{inner.param}'", f"'{path}'", 1)
+    return RefusedError("INVALID_ARGUMENT", message, param=path)
+
+
 def _estimate(prompt: Prompts) -> int:
     if isinstance(prompt, str):
         return estimate_tokens(len(prompt))
@@ -292,33 +540,3 @@ def _estimate(prompt: Prompts) -> int:
         len(entry) if isinstance(entry, list) else estimate_tokens(len(cast("str", entry)))
         for entry in prompt
     )
-
-
-def _characters(parts: list[str | ContentPart] | None) -> int:
-    return sum(len(part) if isinstance(part, str) else len(part.text or "") for part in parts or ())
-
-
-def _texts(content: str | list[str | ContentPart] | None) -> Iterator[str]:
-    if isinstance(content, str):
-        yield content
-        return
-    for part in content or ():
-        if isinstance(part, str):
-            yield part
-        elif part.text is not None:
-            yield part.text
-
-
-def _prompt_texts(prompt: Prompts) -> Iterable[str]:
-    if isinstance(prompt, str):
-        return (prompt,)
-    return (entry for entry in prompt if isinstance(entry, str))
-
-
-def _first_bytes(prompt: Prompts) -> bytes:
-    if isinstance(prompt, str):
-        return text_bytes(prompt)
-    first = prompt[0]
-    if isinstance(first, str):
-        return text_bytes(first)
-    return token_bytes(first if isinstance(first, list) else cast("list[int]", prompt))

@@ -12,10 +12,6 @@ from collections.abc import Iterable
 from typing import Protocol
 
 MAX_MODEL_CHARS = 200
-MAX_STOPS = 16
-MAX_LOGPROBS = 20
-MAX_CHOICES = 16
-MAX_INPUTS = 2048
 _CHARS_PER_TOKEN = 4
 _DIGEST_BYTES = 16
 
