@@ -61,6 +61,27 @@ class Exchange(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class ErrorShape:
+    """How a protocol over HTTP writes an error."""
+
+    document: Callable[[ForebayError], bytes]
+    """The JSON of an answer that is an error."""
+    event: Callable[[ForebayError], bytes]
+    """The last event of an answer that failed after it had begun."""
+
+
+def _openai_document(error: ForebayError) -> bytes:
+    return json.dumps(error.openai_body()).encode()
+
+
+def _openai_event(error: ForebayError) -> bytes:
+    return b"data: %b\n\n" % _openai_document(error)
+
+
+OPENAI_ERRORS = ErrorShape(_openai_document, _openai_event)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Endpoint:
     """What is served under a method and a path."""
 
@@ -69,6 +90,7 @@ class Endpoint:
     becomes the answer; any other exception is logged and becomes INTERNAL."""
     is_work: bool = False
     """Refused with DRAINING while the process ends, and waited for until then."""
+    errors: ErrorShape = OPENAI_ERRORS
 
 
 Find: TypeAlias = Callable[[str, str], Endpoint]
@@ -98,8 +120,3 @@ def error_headers(error: ForebayError) -> list[tuple[str, str]]:
     if isinstance(error, NotAllowedError):
         headers.append(("Allow", error.allowed))
     return headers
-
-
-def error_event(error: ForebayError) -> bytes:
-    """The last event of an answer that failed after it had begun."""
-    return b"data: %b\n\n" % json.dumps(error.openai_body()).encode()

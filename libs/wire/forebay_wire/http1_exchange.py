@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Iterable
 from typing import Protocol
@@ -12,7 +11,7 @@ from forebay_common import metadata as md
 from forebay_common.errors import ForebayError, Reason
 
 from forebay_wire.core import http1 as core
-from forebay_wire.exchange import Endpoint, Listener, error_event, error_headers
+from forebay_wire.exchange import OPENAI_ERRORS, Endpoint, Listener, error_headers
 
 _log = logging.getLogger(__name__)
 
@@ -196,12 +195,12 @@ class Http1Exchange:
 
     def fail(self, error: ForebayError) -> None:
         """See `Exchange`."""
+        shape = OPENAI_ERRORS if self.endpoint is None else self.endpoint.errors
         if self.has_begun:
-            self.write(error_event(error))
+            self.write(shape.event(error))
             self.end()
             return
-        document = json.dumps(error.openai_body()).encode()
-        self.answer(document, status=error.status.http, headers=error_headers(error))
+        self.answer(shape.document(error), status=error.status.http, headers=error_headers(error))
 
     def cut(self, error: ForebayError) -> None:
         """Take the work away from whoever does it, and end with an error."""

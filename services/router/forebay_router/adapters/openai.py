@@ -16,7 +16,14 @@ from forebay.registry.v1 import registry_service_pb2 as registry
 from forebay_common import metadata as md
 from forebay_common.errors import ForebayError, Reason
 from forebay_wire.core.http1 import HttpLimits, RequestHead
-from forebay_wire.exchange import Endpoint, Exchange, NotAllowedError, answer_json
+from forebay_wire.exchange import (
+    OPENAI_ERRORS,
+    Endpoint,
+    ErrorShape,
+    Exchange,
+    NotAllowedError,
+    answer_json,
+)
 from forebay_wire.http import HttpServer
 from forebay_wire.policy import Head, Method
 from forebay_wire.sse import Relays, relay_openai
@@ -24,6 +31,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from forebay_router.adapters.catalogue import CatalogueView
+from forebay_router.adapters.error_shapes import ANTHROPIC_ERRORS, RESPONSES_ERRORS
 from forebay_router.core.openai import PATHS
 
 TIMEOUT = "x-request-timeout-s"
@@ -35,8 +43,11 @@ _PASSED_ON = tuple(
         (md.TENANT, md.TENANT),
         ("x-session-id", md.SESSION),
         (md.SESSION, md.SESSION),
+        (md.AUTHORIZATION, md.AUTHORIZATION),
     )
 )
+# Where Anthropic's clients put what others send as a bearer token.
+_API_KEY = b"x-api-key"
 _TRACE = tuple((key.encode(), key) for key in (md.TRACEPARENT, md.TRACESTATE))
 _MODELS = "/v1/models"
 _SECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
@@ -64,9 +75,11 @@ class OpenAIFront:
         self._limits = limits
         self._not_ready = not_ready
         self._clock = clock
-        infer = Endpoint(self._infer, is_work=True)
         self._routes: Mapping[str, Mapping[str, Endpoint]] = {
-            **{path: {"POST": infer} for path in PATHS},
+            **{
+                path: {"POST": Endpoint(self._infer, is_work=True, errors=_errors_of(path))}
+                for path in PATHS
+            },
             **{
                 path: _readable(answer)
                 for path, answer in (
@@ -108,6 +121,9 @@ class OpenAIFront:
             value = http.text(header)
             if value is not None:
                 metadata[key] = value
+        api_key = http.text(_API_KEY)
+        if api_key is not None:
+            metadata.setdefault(md.AUTHORIZATION, f"Bearer {api_key}")
         for header, key in _TRACE:
             # What is no text of gRPC's would fail the request; a trace is not worth that.
             value = http.text(header)
@@ -155,6 +171,12 @@ class OpenAIFront:
 
     def _metrics(self, exchange: Exchange) -> None:
         exchange.answer(generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4)
+
+
+def _errors_of(path: str) -> ErrorShape:
+    if path.startswith("/v1/messages"):
+        return ANTHROPIC_ERRORS
+    return RESPONSES_ERRORS if path == "/v1/responses" else OPENAI_ERRORS
 
 
 def _readable(answer: Callable[[Exchange], None]) -> dict[str, Endpoint]:
