@@ -11,11 +11,12 @@ from forebay_common.errors import ForebayError, Reason
 
 from forebay_engine.core import link
 from forebay_engine.core.refusal import Refused
-from forebay_engine.core.simulated import language, openai, planner, tokenizer
+from forebay_engine.core.simulated import language, openai, planner, scoring, tokenizer
 from forebay_engine.core.simulated.answer import Choice, ChoiceDelta, TokenLogprob
 from forebay_engine.core.simulated.kv_cache import BLOCK_TOKENS
 from forebay_engine.core.simulated.openai import EmbeddingRequest, TextRequest
 from forebay_engine.core.simulated.profile import Profile
+from forebay_engine.core.simulated.scoring import OtherRequest, TextOfRequest, TokensRequest
 from forebay_engine.runner.backend import (
     Call,
     Delta,
@@ -135,8 +136,13 @@ class SimulatedBackend:
         return await self._embed(inputs, call)
 
     async def call_openai(self, path: str, body: bytes, call: Call, send: SendFrame) -> None:
-        """Answer chat, completions and embeddings as the protocol shapes them."""
+        """Answer what the simulated engine offers as the protocol shapes it."""
         try:
+            other = scoring.parse_other(path, body)
+            if other is not None:
+                document = await self._answer_other(other, call)
+                await send(Frame(document, (), _JSON, last=True))
+                return
             request = openai.parse_request(path, body)
         except Refused as refused:
             raise _translate(refused) from None
@@ -190,6 +196,21 @@ class SimulatedBackend:
         if self._embeds is not embeds:
             offered = "embeddings" if self._embeds else "text"
             raise ForebayError(Reason.UNSUPPORTED, f"This model only answers with {offered}.")
+
+    async def _answer_other(self, request: OtherRequest, call: Call) -> bytes:
+        if isinstance(request, TokensRequest):
+            return scoring.tokens_document(request, context_tokens=self._limits.longest_sequence)
+        if isinstance(request, TextOfRequest):
+            return scoring.text_document(request)
+        vectors = await self._embed(request.inputs, call)
+        return scoring.score_document(
+            request,
+            vectors,
+            answer_id=call.request_id,
+            model=self._model,
+            created_unix_s=call.started_ns // 1_000_000_000,
+            prompt_tokens=call.prompt_tokens,
+        )
 
     async def _answer_text(self, request: TextRequest, call: Call, send: SendFrame) -> None:
         head = openai.AnswerHead(

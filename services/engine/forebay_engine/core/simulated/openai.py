@@ -23,6 +23,10 @@ _CHOICES_MAX = 16
 _STOPS_MAX = 16
 _LOGPROBS_MAX = 20
 _INPUTS_MAX = 2048
+# What vLLM's app has, and this engine has not.
+_NOT_OFFERED = frozenset(
+    ("/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/pooling", "/classify")
+)
 _DONE = b"data: [DONE]\n\n"
 _NULL = b"null"
 _encode = msgspec.json.Encoder().encode
@@ -99,7 +103,20 @@ def parse_request(path: str, body: bytes) -> TextRequest | EmbeddingRequest:
     try:
         kind = Kind(path)
     except ValueError:
+        if path in _NOT_OFFERED:
+            raise Refused("UNSUPPORTED", "The simulated engine does not offer that path.") from None
         raise Refused("ROUTE_NOT_FOUND", "No such path in the simulated engine.") from None
+    fields = fields_of(body)
+    if kind is Kind.EMBEDDING:
+        return _parse_embedding(fields)
+    return _parse_text(kind, fields)
+
+
+def fields_of(body: bytes) -> dict[str, Any]:
+    """Return what a body holds.
+
+    Raises Refused: INVALID_ARGUMENT.
+    """
     try:
         fields = msgspec.json.decode(body)
     except msgspec.DecodeError:
@@ -108,9 +125,7 @@ def parse_request(path: str, body: bytes) -> TextRequest | EmbeddingRequest:
         raise Refused("INVALID_ARGUMENT", "The body is nested too deeply.") from None
     if not isinstance(fields, dict):
         raise Refused("INVALID_ARGUMENT", "The body must be a JSON object.")
-    if kind is Kind.EMBEDDING:
-        return _parse_embedding(fields)
-    return _parse_text(kind, fields)
+    return fields
 
 
 def _parse_text(kind: Kind, fields: Mapping[str, Any]) -> TextRequest:
@@ -120,7 +135,7 @@ def _parse_text(kind: Kind, fields: Mapping[str, Any]) -> TextRequest:
                 "UNSUPPORTED", f"The simulated engine does not offer '{name}'.", param=name
             )
     if kind is Kind.CHAT:
-        prompts: tuple[tuple[int, ...], ...] = (tuple(tokenizer.encode(_chat_prompt(fields))),)
+        prompts: tuple[tuple[int, ...], ...] = (tuple(tokenizer.encode(chat_prompt(fields))),)
         limit_names = ["max_completion_tokens", "max_tokens"]
         wanted = _flag(fields, "logprobs")
         top = _integer(fields, "top_logprobs", 0, _LOGPROBS_MAX)
@@ -166,7 +181,11 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def _chat_prompt(fields: Mapping[str, Any]) -> str:
+def chat_prompt(fields: Mapping[str, Any]) -> str:
+    """Return the prompt of a body's `messages`.
+
+    Raises Refused: INVALID_ARGUMENT and UNSUPPORTED with the field.
+    """
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise _invalid("messages", "must be a list of at least one message")
