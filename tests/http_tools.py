@@ -39,6 +39,8 @@ def event(text: str) -> bytes:
 class StandInCall:
     """One request as a relay sees it; a test plays the next hop with it."""
 
+    answer: tuple[tuple[str, str], ...] = ()
+
     def __init__(self, head: Head, message: bytes, caller: OpenAICaller) -> None:
         self.head = head
         self.request = pb.CallOpenAIRequest.FromString(message)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol, TypeAlias
 
 from forebay_common.errors import ForebayError, Reason
+from forebay_common.metadata import Metadata
 
 from forebay_wire.core.http1 import JSON, RequestHead
 
@@ -36,6 +37,8 @@ class Exchange(Protocol):
     body: bytes
     request_id: str
     listener: Listener | None
+    headers: Metadata
+    """Sent with the answer, whatever it becomes."""
 
     def answer(
         self,
@@ -117,6 +120,7 @@ def error_headers(error: ForebayError) -> list[tuple[str, str]]:
     retry_after = error.retry_after_header()
     if retry_after is not None:
         headers.append(("Retry-After", retry_after))
+    headers += error.answer
     if isinstance(error, NotAllowedError):
         headers.append(("Allow", error.allowed))
     return headers

@@ -71,6 +71,7 @@ class Http1Exchange:
         "endpoint",
         "has_begun",
         "head",
+        "headers",
         "is_answered",
         "is_asked",
         "is_complete",
@@ -109,6 +110,7 @@ class Http1Exchange:
         """The client was told to send the body."""
         self.is_complete = False
         """The whole request is read."""
+        self.headers: md.Metadata = ()
         self.is_started = False
         self.has_begun = False
         self.is_answered = False
@@ -124,6 +126,8 @@ class Http1Exchange:
         """See `Exchange`."""
         if self.is_answered:
             return
+        if self.headers:
+            headers = (*self.headers, *headers)
         connection, front = self._connection, self._connection.front
         self.closes = connection.ends_with(self)
         option = "close" if self.closes else "keep-alive" if self.head.is_http_1_0 else ""
@@ -157,6 +161,7 @@ class Http1Exchange:
             request_id=self.request_id,
             chunked=self._is_chunked,
             closes=self.closes,
+            extra=self.headers,
         )
 
     def write(self, part: bytes) -> None:

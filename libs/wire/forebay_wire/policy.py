@@ -122,13 +122,21 @@ class Resume:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Finish:
+    """End the request well: all of its answer was delivered, and only the status was lost."""
+
+    trailing: Metadata
+    """Forebay's own trailing metadata that was lost with it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Fail:
     """End the request with this error."""
 
     error: ForebayError
 
 
-Decision: TypeAlias = Retry | Resume | Fail
+Decision: TypeAlias = Retry | Resume | Finish | Fail
 
 
 class Policy:

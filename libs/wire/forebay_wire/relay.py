@@ -41,7 +41,18 @@ from forebay_wire.core.messages import (
 )
 from forebay_wire.core.stream import OnData, Stream
 from forebay_wire.metrics import GAP_BOUNDS_S, TIMED_CALLS, WireMetrics
-from forebay_wire.policy import Fail, Head, Outcome, Policy, Progress, Route
+from forebay_wire.policy import (
+    Decision,
+    Fail,
+    Finish,
+    Head,
+    Outcome,
+    Policy,
+    Progress,
+    Resume,
+    Retry,
+    Route,
+)
 
 _log = logging.getLogger(__name__)
 _PASSED_ON = frozenset((md.USAGE, md.REPLICA, md.REQUEST_ID))
@@ -50,6 +61,8 @@ _PASSED_ON = frozenset((md.USAGE, md.REPLICA, md.REQUEST_ID))
 # for a moment after its client has seen its end, and so refuse some that are within the limit.
 _RESEND_PAUSES_S = (0.0, 0.002, 0.01, 0.05, 0.25)
 _UNAVAILABLE = 14
+# How often it is looked at, within the time that an attempt may say nothing, whether it does.
+_LOOKS = 4
 _BY_HTTP_STATUS = {429: _UNAVAILABLE, 502: _UNAVAILABLE, 503: _UNAVAILABLE, 504: _UNAVAILABLE}
 
 
@@ -95,6 +108,9 @@ class Relay:
         self.pool = pool
         self.trailing = trailing
         self.metrics = metrics if metrics is not None else WireMetrics()
+        overrides = type(policy).on_first is not Policy.on_first
+        self.on_first = policy.on_first if overrides else None
+        """Asked at an attempt's first message, where the policy cares."""
         self.loop = asyncio.get_running_loop()
 
     def call(
@@ -165,6 +181,7 @@ class Call:
     __slots__ = (
         "_admission",
         "_answered",
+        "_before",
         "_boundary",
         "_caller",
         "_deadline",
@@ -172,17 +189,23 @@ class Call:
         "_forward",
         "_gaps",
         "_held",
+        "_idle",
         "_is_timed",
+        "_kept",
+        "_kept_bytes",
         "_last_s",
         "_message",
         "_message_bytes",
         "_messages",
+        "_patience",
         "_pause",
         "_relay",
         "_resends",
         "_route",
+        "_seen_bytes",
         "_status",
         "_stream",
+        "_tail",
         "_waits_at",
         "compressed",
         "encoding",
@@ -216,6 +239,16 @@ class Call:
         self._resends = 0
         self._messages = 0
         self._message_bytes = 0
+        self._before = 0
+        """Messages of the attempts before this one."""
+        self._kept: list[bytes] | None = None
+        """What was forwarded, while it can be resumed from."""
+        self._kept_bytes = 0
+        self._tail = b""
+        """A message that is not whole yet, of an answer that is kept."""
+        self._patience: asyncio.TimerHandle | None = None
+        self._idle = 0
+        self._seen_bytes = 0
         self._last_s = 0.0
         self._gaps = relay.metrics.gaps
         self._is_timed = relay.metrics.calls % TIMED_CALLS == 0
@@ -269,6 +302,11 @@ class Call:
             self._stream.trickle(kept_bytes)
 
     @property
+    def answer(self) -> md.Metadata:
+        """What its policy tells the caller beside the answer."""
+        return self._route.answer if self._route is not None else ()
+
+    @property
     def is_done(self) -> bool:
         """Whether it has ended."""
         return self._done
@@ -289,7 +327,8 @@ class Call:
             encoding, accepted = self.encodings
             if self.compressed is not None and route.message is None:
                 block += metadata_block((("grpc-encoding", encoding),))
-            if accepted:
+            # What is kept must be read after a failure.
+            if accepted and not route.kept_bytes:
                 block += metadata_block((("grpc-accept-encoding", accepted),))
         block += metadata_block(route.metadata)
         stream = connection.open(self)
@@ -360,13 +399,22 @@ class Call:
             return
         now = stream.connection.now
         self._last_s = now
+        route, relay = self._route, self._relay
+        assert route is not None, "a call goes where its route says"
         if not self._answered:
             self._answered = True
             self.progress.first_message_s = time.monotonic()
-            self._relay.metrics.answers += 1
+            relay.metrics.answers += 1
+            if route.kept_bytes and not self.encoding:
+                self._kept, self._kept_bytes = [], route.kept_bytes
             self._caller.begin(self)
-        stream.on_data = self._pass_on_timed if self._is_timed else self._pass_on
-        self._pass_on(data, start, end)
+        if relay.on_first is not None:
+            relay.on_first(self.head, route, self.progress)
+        if self._kept is not None:
+            stream.on_data = self._pass_on_kept
+        else:
+            stream.on_data = self._pass_on_timed if self._is_timed else self._pass_on
+        stream.on_data(data, start, end)
 
     def on_end(self) -> None:
         """See `core.connection.Receiver`: an answer without trailers."""
@@ -431,6 +479,44 @@ class Call:
         forward = self._forward
         forward(data, start, end)
 
+    def _pass_on_kept(self, data: bytes, start: int, end: int) -> None:
+        """Payload of an answer that can be resumed: messages go on whole, and are kept."""
+        stream, kept = self._stream, self._kept
+        if stream is None or kept is None:
+            return
+        if self._is_timed:
+            now = stream.connection.now
+            if now > self._last_s:
+                self._gaps[bisect_left(GAP_BOUNDS_S, now - self._last_s)] += 1
+                self._last_s = now
+        if (
+            self._tail
+            or end - start < PREFIX_BYTES
+            or start + PREFIX_BYTES + _length_of(data, start + 1)[0] != end
+        ):
+            data = self._tail + data[start:end]
+            start, end, messages = 0, *_whole(data)
+            self._tail = data[end:]
+            if len(self._tail) > self._relay.pool.message_bytes + PREFIX_BYTES:
+                self._drop(ErrorCode.CANCEL)
+                self._fail_attempt(_broken())
+                return
+            if not messages:
+                return
+            self._messages += messages
+        else:
+            self._messages += 1
+        self._message_bytes += end - start
+        self._kept_bytes -= end - start
+        if self._kept_bytes >= 0:
+            kept.append(data[start:end])
+        elif not self._tail:
+            # It has outgrown its limit, and goes on as any other.
+            self._kept = None
+            stream.on_data = self._pass_on_timed if self._is_timed else self._pass_on
+        forward = self._forward
+        forward(data, start, end)
+
     # --- The course of a call ------------------------------------------------------------------
 
     async def _wait(self, admission: Awaitable[Route]) -> None:
@@ -461,6 +547,9 @@ class Call:
         self._pause = None
         route = self._route
         assert route is not None, "a call goes where its route says"
+        if self._patience is None and (route.silence_s or route.first_message_s):
+            self._idle, self._seen_bytes = 0, self._message_bytes
+            self._be_patient(route)
         pool = self._relay.pool
         connection = pool.find(route.target)
         if connection is not None:
@@ -473,7 +562,29 @@ class Call:
         """The policy did not let it in."""
         if not self._done:
             self._done = True
-            self._tell().fail(error, self._relay.trailing)
+            self._tell().fail(error, self._relay.trailing + error.answer)
+
+    def _be_patient(self, route: Route) -> None:
+        """Look again after a part of the time that the attempt may say nothing."""
+        has_begun = self._messages > self._before
+        limit_s = route.silence_s if has_begun else route.first_message_s
+        pause_s = (limit_s or route.silence_s or 0.0) / _LOOKS
+        if pause_s:
+            self._patience = self._relay.loop.call_later(pause_s, self._look, route, limit_s)
+
+    def _look(self, route: Route, limit_s: float | None) -> None:
+        self._patience = None
+        if self._done or self._route is not route or self._admission is not None:
+            return
+        # Who does not read what it is sent cannot say that nothing comes.
+        moved = self._seen_bytes != self._message_bytes or self._held
+        self._seen_bytes = self._message_bytes
+        self._idle = 0 if moved or limit_s is None else self._idle + 1
+        if self._idle >= _LOOKS:
+            self._drop(ErrorCode.CANCEL)
+            self._fail_attempt(ForebayError(Reason.REPLICA_LOST, "The replica stopped answering."))
+        else:
+            self._be_patient(route)
 
     def _expire(self) -> None:
         self._deadline = None
@@ -506,7 +617,7 @@ class Call:
         """The attempt has ended well, with this of Forebay's own trailing metadata."""
         if self._done:
             return
-        if self._boundary is not None and not self._boundary.at_boundary:
+        if self._tail or (self._boundary is not None and not self._boundary.at_boundary):
             self._fail_attempt(_broken())
             return
         self._done = True
@@ -519,7 +630,9 @@ class Call:
         if not self._answered:
             self._answered = True
             self._caller.begin(self)
-        self._tell().finish(progress.trailing)
+        route = self._route
+        assert route is not None, "only an admitted call ends"
+        self._tell().finish(progress.trailing + route.answer)
         self._end(Outcome.SUCCEEDED, None)
 
     def _fail_attempt(self, error: ForebayError) -> None:
@@ -530,7 +643,11 @@ class Call:
         route = self._route
         assert route is not None, "only an attempt can fail"
         try:
-            decision = await self._relay.policy.on_failure(self.head, route, error, self._count())
+            progress = self._count()
+            progress.attempt_messages = self._messages - self._before
+            progress.delivered = self._delivered()
+            decision = await self._relay.policy.on_failure(self.head, route, error, progress)
+            progress.delivered = None
         except asyncio.CancelledError:
             raise
         except Exception:
@@ -539,20 +656,55 @@ class Call:
         self._admission = None
         if self._done:
             return
-        if isinstance(decision, Fail) or self._answered:
+        if isinstance(decision, Finish):
+            self._tail, self._boundary = b"", None
+            self._succeed(decision.trailing)
+            return
+        following = self._following(decision)
+        if following is None:
             self._done = True
             self._stop()
             final = decision.error if isinstance(decision, Fail) else error
-            self._tell().fail(final, self.progress.trailing or self._relay.trailing)
+            trailing = self.progress.trailing or self._relay.trailing
+            self._tell().fail(final, trailing + final.answer)
             self._end(Outcome.FAILED, final)
             return
-        self._route = decision.route
+        self._route = following
+        self._before = self._messages
         self._boundary = None
+        self._tail = b""
         self._resends = 0
+        self.progress.trailing = ()
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
         if self._deadline is None and self._is_expired():
             self._fail_attempt(_expired())
         else:
             self._attempt()
+
+    def _following(self, decision: Decision) -> Route | None:
+        """The route of the next attempt, where the decision can be obeyed."""
+        if isinstance(decision, Retry):
+            return None if self._answered else decision.route
+        if isinstance(decision, Resume):
+            return decision.route if self._kept is not None else None
+        return None
+
+    def _delivered(self) -> list[bytes] | None:
+        """The messages that reached the caller, where all were kept."""
+        if self._kept is None or self._kept_bytes < 0:
+            return None
+        delivered = []
+        for data in self._kept:
+            start = 0
+            while start < len(data):
+                if data[start]:
+                    return None
+                stop = start + PREFIX_BYTES + _length_of(data, start + 1)[0]
+                delivered.append(data[start + PREFIX_BYTES : stop])
+                start = stop
+        return delivered
 
     def _count(self) -> Progress:
         """What has reached the caller so far; counted in the call itself while it flows."""
@@ -580,6 +732,9 @@ class Call:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
         if self._admission is not None:
             self._admission.cancel()
             self._admission = None
@@ -693,6 +848,18 @@ def _usual_ending(headers: Headers) -> md.Metadata | None:
         else:
             ended_well = True
     return tuple(passed) if ended_well else None
+
+
+def _whole(data: bytes) -> tuple[int, int]:
+    """Where the last whole message in `data` ends, and how many there are."""
+    end = messages = 0
+    while end + PREFIX_BYTES <= len(data):
+        stop = end + PREFIX_BYTES + _length_of(data, end + 1)[0]
+        if stop > len(data):
+            break
+        end = stop
+        messages += 1
+    return end, messages
 
 
 def _authority(target: str) -> str:

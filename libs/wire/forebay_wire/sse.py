@@ -28,6 +28,10 @@ _unpack = Struct(">BI").unpack_from
 class Call(Protocol):
     """What is needed of `forebay_wire.relay.Call`."""
 
+    @property
+    def answer(self) -> Metadata:
+        """Headers of the answer."""
+
     def cancel(self) -> None:
         """The client left."""
 
@@ -96,7 +100,8 @@ class OpenAICaller:
         self._kept_bytes = 0
 
     def begin(self, call: Call) -> None:
-        """Nothing yet: the head goes out with the first event."""
+        """The head goes out with the first event."""
+        self._exchange.headers = call.answer
 
     def forward(self, data: bytes, start: int, end: int) -> None:
         """Pass on what `data[start:end]` completes."""

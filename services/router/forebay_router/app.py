@@ -27,10 +27,13 @@ from forebay_wire.server import Server
 from forebay_wire.tls import H2, HTTP1, server_context
 from prometheus_client import CollectorRegistry
 
+from forebay_router.adapters.batchers import ensure_model
 from forebay_router.adapters.catalogue import CatalogueView
 from forebay_router.adapters.openai import OpenAIFront
 from forebay_router.adapters.replicas import Fleet
+from forebay_router.cold_loop import Cold, claim_load
 from forebay_router.config import Config
+from forebay_router.core.breakers import Breakers, Options
 from forebay_router.core.explain import Recent
 from forebay_router.metrics import Metrics
 from forebay_router.policy import RouterPolicy
@@ -79,18 +82,40 @@ async def serve(
     metrics.watch_views(
         replicas_age_s=lambda: fleet.age_s(time.monotonic()),
         catalogue_age_s=lambda: catalogue.age_s(time.monotonic()),
-        placeable=lambda: count_placeable(fleet),
-        excluded=lambda: len(fleet.replicas()) - count_placeable(fleet),
+        placeable=lambda: count_placeable(fleet, breakers.excluded),
+        excluded=lambda: len(fleet.replicas()) - count_placeable(fleet, breakers.excluded),
     )
     recent = Recent(limit=config.explain_requests)
     wire_metrics = WireMetrics()
-    policy = RouterPolicy(catalogue, fleet, metrics, recent, config, rng=rng)
+    breakers = Breakers(_breaker_options(config))
+    lease = Lease.open(store, common.lease_ttl_s)
+    cold = Cold(
+        fleet,
+        ensure=lambda address, spec: ensure_model(channels, address, spec),
+        claim=lambda name: claim_load(store, keys, lease, common.instance_id, name),
+        spec_of=catalogue.spec_of,
+        held_most=config.max_held,
+        pause_s=config.load_pause_s,
+        loads_most=config.max_loads,
+        released_most=config.max_released,
+    )
+    metrics.watch_cold(held=lambda: cold.held, loads=lambda: cold.loads)
+    policy = RouterPolicy(
+        catalogue,
+        fleet,
+        config,
+        cold=cold,
+        breakers=breakers,
+        metrics=metrics,
+        recent=recent,
+        rng=rng,
+    )
     relay = Relay(policy, pool, metrics=wire_metrics)
     server = Server(limits, tls=_tls(config, H2), rng=rng)
     server.serve(relay)
     wire_metrics.register(registry)
     router_rpc.add_RouterServiceServicer_to_server(
-        RouterService(catalogue, fleet, recent), server.grpc
+        RouterService(catalogue, fleet, breakers, recent), server.grpc
     )
     server.offer(ROUTER)
     front = OpenAIFront(
@@ -117,7 +142,7 @@ async def serve(
                 "router", common.instance_id, version_of("forebay-router"), addresses
             )
             key = keys.instance("router", common.instance_id)
-            async with Lease.open(store, common.lease_ttl_s) as lease:
+            async with lease:
                 await lease.attach(key, instance.encode())
                 on_started(instance)
                 settle_heap()
@@ -129,6 +154,7 @@ async def serve(
             for task in following:
                 task.cancel()
     finally:
+        await cold.close()
         await server.stop()
         await pool.close()
         await channels.close()
@@ -147,6 +173,16 @@ async def _report_readiness(server: Server, catalogue: CatalogueView, fleet: Fle
         revision = fleet.revision
         server.set_ready(INFERENCE, not why_not_ready(catalogue, fleet))
         await fleet.changed(revision)
+
+
+def _breaker_options(config: Config) -> Options:
+    return Options(
+        faults_in_a_row=config.faults_in_a_row,
+        fault_share=config.fault_share,
+        open_s=config.breaker_open_s,
+        open_max_s=config.breaker_open_max_s,
+        probes=config.breaker_probes,
+    )
 
 
 def _limits(config: Config) -> Limits:

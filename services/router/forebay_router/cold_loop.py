@@ -72,6 +72,7 @@ class Cold:
         held_most: int,
         pause_s: float,
         loads_most: int,
+        released_most: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -83,6 +84,8 @@ class Cold:
             held_most: requests that may wait for one model version.
             pause_s: after a load that failed everywhere, until the next is tried.
             loads_most: loads at once.
+            released_most: of the requests that waited for one model, how many may go to it at once
+                before they get a first token, so that a herd does not fall upon a queue.
             clock: monotonic seconds.
         """
         self._fleet = fleet
@@ -92,9 +95,11 @@ class Cold:
         self._held_most = held_most
         self._pause_s = pause_s
         self._loads_most = loads_most
+        self._released_most = released_most
         self._clock = clock
         self._times = LoadTimes()
         self._held: dict[str, int] = {}
+        self._gates: dict[str, asyncio.Semaphore] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._began: dict[str, float] = {}
         self._failed: dict[str, tuple[float, ForebayError]] = {}
@@ -110,8 +115,8 @@ class Cold:
         return len(self._tasks)
 
     def is_cold(self, model_version: str) -> bool:
-        """Whether no replica has it, or is about to."""
-        return all(
+        """Whether no replica has it, or is about to, and there is one that could load it."""
+        return bool(self._hosts(model_version)) and all(
             model.state in _NOT_SERVING
             for replica in self._fleet.reported()
             for model in replica.models
@@ -123,8 +128,11 @@ class Cold:
         return model_version in self._tasks or self._state(model_version) is not None
 
     @contextlib.contextmanager
-    def hold(self, model_version: str) -> Iterator[None]:
+    def hold(self, model_version: str) -> Iterator[asyncio.Semaphore]:
         """Let a request wait for a model, which is woken or loaded for it.
+
+        Gives the gate that it passes afterwards; whoever passed it opens it again at its first
+        token, or when it has ended.
 
         Raises:
             ForebayError: too many wait already, or the model could not be loaded a moment ago.
@@ -138,14 +146,17 @@ class Cold:
             )
         self._want(model_version)
         self._held[model_version] = held + 1
+        gate = self._gates.get(model_version)
+        if gate is None:
+            gate = self._gates[model_version] = asyncio.Semaphore(self._released_most)
         try:
-            yield
+            yield gate
         finally:
             left = self._held[model_version] - 1
             if left:
                 self._held[model_version] = left
             else:
-                del self._held[model_version]
+                del self._held[model_version], self._gates[model_version]
 
     def failure(self, model_version: str) -> ForebayError | None:
         """Why the model cannot be had now; None while there is hope."""

@@ -36,6 +36,102 @@ class Config:
     max_attempts: int = option(
         3, "Most replicas a request is sent to before its first message.", minimum=1, maximum=10
     )
+    max_resumes: int = option(
+        5, "Most times an answer that has begun goes on at another replica.", minimum=0, maximum=100
+    )
+    max_resume_bytes: int = option(
+        1 << 20,
+        "Most bytes of one streamed answer that are kept, so that it can go on elsewhere when its "
+        "replica dies; a longer one ends with an error then. 0 turns resuming off.",
+        minimum=0,
+        maximum=64 << 20,
+    )
+    first_message_timeout_s: float = option(
+        0.0,
+        "Longest wait for an attempt's first message, in seconds, before it is tried elsewhere; 0 "
+        "is no limit but the request's own.",
+        minimum=0,
+        maximum=3600,
+    )
+    silence_timeout_s: float = option(
+        15.0,
+        "Longest time between two messages of a stream, in seconds, before its replica counts as "
+        "lost; 0 is no limit.",
+        minimum=0,
+        maximum=3600,
+    )
+    retry_share: float = option(
+        0.2,
+        "Further attempts after failures that may be overload, as a share of requests.",
+        minimum=0,
+        maximum=10,
+    )
+    retries_per_s: float = option(
+        5.0, "Such attempts per second that need no requests.", minimum=0, maximum=10_000
+    )
+    hedge_after_ms: int = option(
+        0,
+        "After so many milliseconds without a first message, a request is also sent to a second "
+        "replica; the first to answer goes on. 0 turns hedging off.",
+        minimum=0,
+        maximum=600_000,
+    )
+    hedge_share: float = option(
+        0.05, "Most second attempts, as a share of requests.", minimum=0, maximum=1
+    )
+    faults_in_a_row: int = option(
+        3, "Faults in a row that take a replica out.", minimum=1, maximum=1000
+    )
+    fault_share: float = option(
+        0.25, "Share of faults among recent answers that takes a replica out.", minimum=0, maximum=1
+    )
+    breaker_open_s: float = option(
+        10.0,
+        "How long a replica is first out, in seconds; doubled each time it fails its probes.",
+        minimum=0.1,
+        maximum=3600,
+    )
+    breaker_open_max_s: float = option(
+        300.0, "Longest time out, in seconds.", minimum=0.1, maximum=86400
+    )
+    breaker_probes: int = option(
+        3, "Requests, one at a time, that must end well before it is back.", minimum=1, maximum=100
+    )
+    max_suspects: int = option(
+        10_000, "Most requests remembered that a runner died of.", minimum=1, maximum=1_000_000
+    )
+    quarantine_s: float = option(
+        600.0,
+        "How long a request that ended two runners is refused, in seconds.",
+        minimum=0,
+        maximum=86400,
+    )
+    load_on_demand: bool = option(
+        True, "Load a model that no replica has when a request asks for it."
+    )
+    cold_wait_s: float = option(
+        300.0, "Longest wait of a request for a model's load, in seconds.", minimum=0, maximum=3600
+    )
+    max_held: int = option(
+        2000, "Most requests that wait for one model to be loaded.", minimum=1, maximum=1_000_000
+    )
+    max_released: int = option(
+        64,
+        "Of the requests that waited for one model, how many are sent to it at once before they "
+        "get a first token.",
+        minimum=1,
+        maximum=100_000,
+    )
+    max_loads: int = option(
+        4, "Most models this router has loaded at once.", minimum=1, maximum=1000
+    )
+    load_pause_s: float = option(
+        10.0,
+        "After a load that failed on every replica, how long requests for the model are refused, "
+        "in seconds.",
+        minimum=0,
+        maximum=3600,
+    )
     max_in_flight: int = option(
         4096, "Most requests at once; more are refused with QUEUE_FULL.", minimum=1
     )

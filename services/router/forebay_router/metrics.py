@@ -43,6 +43,9 @@ class Metrics(Collector):
         """By model and method."""
         self._attempts: defaultdict[str, int] = defaultdict(int)
         self._retries: defaultdict[str, int] = defaultdict(int)
+        self._resumes: defaultdict[str, int] = defaultdict(int)
+        self._breakers: defaultdict[str, int] = defaultdict(int)
+        self._hedges = 0
         self._in_flight = Gauge(
             "forebay_router_in_flight", "Requests that are not ended.", registry=registry
         )
@@ -67,6 +70,18 @@ class Metrics(Collector):
     def count_retry(self, reason: str) -> None:
         """Count an attempt that another follows, by the reason of its failure."""
         self._retries[reason] += 1
+
+    def count_resume(self, result: str) -> None:
+        """Count a stream whose replica failed: `resumed`, or why it was not."""
+        self._resumes[result] += 1
+
+    def count_hedge(self) -> None:
+        """Count a second attempt beside the first."""
+        self._hedges += 1
+
+    def count_breaker(self, state: str) -> None:
+        """Count a breaker's change to a state."""
+        self._breakers[state] += 1
 
     def count_request(
         self,
@@ -93,6 +108,21 @@ class Metrics(Collector):
     def watch_requests(self, in_flight: Callable[[], int]) -> None:
         """Read this figure whenever the metrics are."""
         self._in_flight.set_function(in_flight)
+
+    def watch_cold(self, *, held: Callable[[], int], loads: Callable[[], int]) -> None:
+        """Read these figures whenever the metrics are."""
+        gauge = Gauge(
+            "forebay_router_held",
+            "Requests that wait for a model to be loaded.",
+            registry=self.registry,
+        )
+        gauge.set_function(held)
+        gauge = Gauge(
+            "forebay_router_loads",
+            "Models this router has loaded, or waits for, now.",
+            registry=self.registry,
+        )
+        gauge.set_function(loads)
 
     def watch_views(
         self,
@@ -128,7 +158,25 @@ class Metrics(Collector):
         )
         for reason, count in list(self._retries.items()):
             retries.add_metric((reason,), count)
-        yield from (attempts, retries)
+        resumes = CounterMetricFamily(
+            "forebay_router_resumes",
+            "Streams whose replica failed, by result: resumed, or why not.",
+            labels=("result",),
+        )
+        for result, count in list(self._resumes.items()):
+            resumes.add_metric((result,), count)
+        breakers = CounterMetricFamily(
+            "forebay_router_breaker_changes",
+            "Changes of replicas' breakers, by the state they came to.",
+            labels=("state",),
+        )
+        for state, count in list(self._breakers.items()):
+            breakers.add_metric((state,), count)
+        hedges = CounterMetricFamily(
+            "forebay_router_hedges", "Second attempts beside a first that was slow to answer."
+        )
+        hedges.add_metric((), self._hedges)
+        yield from (attempts, retries, resumes, breakers, hedges)
         yield from self._collect_ended()
 
     def _collect_ended(self) -> Iterator[Metric]:

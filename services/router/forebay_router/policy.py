@@ -1,17 +1,18 @@
-"""Drives the relay: check, resolve, place, and try elsewhere after a failure.
+"""Drives the relay: check, resolve, place, and go on elsewhere after a failure.
 
-A request holds its place in the ledger from the moment it is sent until its attempt has ended, and
+A request holds its place on a replica from the moment it is sent until its attempt has ended, and
 has exactly one `router` span, one count and one record, however it ends.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import contextlib
 import random
 import re
+import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container
 
 from forebay.inference.v1 import inference_service_pb2 as inference
 from forebay_common import metadata as md
@@ -25,6 +26,7 @@ from forebay_wire.policy import (
     Outcome,
     Policy,
     Progress,
+    Resume,
     Retry,
     Route,
 )
@@ -33,41 +35,29 @@ from google.protobuf.message import DecodeError
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from forebay_router.config import Config
+from forebay_router.core.breakers import Breakers, Verdict
+from forebay_router.core.budgets import AttemptBudget
 from forebay_router.core.explain import Attempt, Recent, Record, most_telling
 from forebay_router.core.generate import check_embed, check_generate
 from forebay_router.core.openai import check_openai
 from forebay_router.core.place import Placement, Replica, View, place
+from forebay_router.core.quarantine import CONDEMNED, Quarantine
 from forebay_router.core.refusal import RefusedError
 from forebay_router.core.resolve import Resolver
-from forebay_router.core.retry import Failure, Verdict, judge
-from forebay_router.core.wanted import MAX_MODEL_CHARS, Wanted
+from forebay_router.core.retry import RETRIES, Failure, Most, is_budgeted, judge
+from forebay_router.core.retry import Verdict as Next
+from forebay_router.core.wanted import MAX_MODEL_CHARS, Wanted, digest_of
+from forebay_router.flight import Flight, Try
 from forebay_router.metrics import UNKNOWN_MODEL, Metrics
-from forebay_router.ports import CatalogueSource, ReplicaSource
+from forebay_router.ports import CatalogueSource, ColdModels, ReplicaSource
 
 # To look a member up in its class takes longer than a comparison.
-_GENERATE, _EMBED = Method.GENERATE, Method.EMBED
+_GENERATE, _EMBED, _CALL_OPENAI = Method.GENERATE, Method.EMBED, Method.CALL_OPENAI
 _SERVER = SpanKind.SERVER
+_WELL, _FAULT, _NOTHING = Verdict.WELL, Verdict.FAULT, Verdict.NOTHING
 _LABELS = (md.TENANT, md.SESSION)
 _LABEL = re.compile(r"[\x21-\x7e]([\x20-\x7e]{0,254}[\x21-\x7e])?")
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Flight:
-    """One request."""
-
-    head: Head
-    span: Span | None
-    trace: md.Metadata
-    """The trace context for the next hop."""
-    record: Record
-    started_s: float
-    place_span: Span | None = None
-    deadline: float = 0.0
-    passed_on: md.Metadata = ()
-    """What else of the caller's the next hop gets."""
-    held: str | None = None
-    """The replica whose place it holds."""
-    tried: tuple[str, ...] = ()
+_TOLD_EVERY_S = 1.0
 
 
 class RouterPolicy(Policy):
@@ -77,10 +67,12 @@ class RouterPolicy(Policy):
         self,
         catalogue: CatalogueSource,
         fleet: ReplicaSource,
-        metrics: Metrics,
-        recent: Recent,
         config: Config,
         *,
+        cold: ColdModels,
+        breakers: Breakers,
+        metrics: Metrics,
+        recent: Recent,
         rng: random.Random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -89,45 +81,59 @@ class RouterPolicy(Policy):
         self._fleet = fleet
         self._ledger = fleet.ledger
         self._down = fleet.down
+        self._cold = cold
+        self._breakers = breakers
         self._metrics = metrics
         self._recent = recent
         self._config = config
         self._rng = rng
         self._clock = clock
-        self._in_flight: set[_Flight] = set()
+        self._most = Most(config.max_attempts, config.max_resumes)
+        self._retries = AttemptBudget(share=config.retry_share, per_s=config.retries_per_s)
+        self._hedges = AttemptBudget(share=config.hedge_share, per_s=0.0)
+        self._hedge_s = config.hedge_after_ms / 1000 or None
+        self._first_s = config.first_message_timeout_s or None
+        self._silence_s = config.silence_timeout_s or None
+        self._kept_bytes = config.max_resume_bytes if config.max_resumes else 0
+        self._most_message_bytes = config.max_body_bytes + config.max_resume_bytes
+        self._quarantine = Quarantine(most=config.max_suspects, kept_s=config.quarantine_s)
+        self._digest_key = secrets.token_bytes(16)
+        self._in_flight: set[Flight] = set()
         metrics.watch_requests(lambda: len(self._in_flight))
 
+    # --- Admission -----------------------------------------------------------------------------
+
     def admit(self, head: Head, message: bytes) -> Route | Awaitable[Route]:
-        """See `forebay_wire.policy.Policy`. A request waits for the first catalogue, or for a
-        replica to appear."""
-        flight = self._begin(head)
+        """See `forebay_wire.policy.Policy`. A request waits for the first catalogue, for a replica
+        to appear, or for its model to be loaded."""
+        flight = self._begin(head, message)
         try:
             self._check_room()
             flight.deadline = self._deadline_of(head, flight.started_s)
-            wanted = _check(head, message)
+            flight.wanted = wanted = _check(head, message)
             flight.record.requested_model = wanted.model
             flight.passed_on = _passed_on(head, wanted)
             if flight.span is not None:
                 flight.span.set_attribute("gen_ai.operation.name", wanted.operation)
             if not self._catalogue.is_listed:
-                return Waiting(lambda: self._admit_later(flight, wanted))
-            self._resolve(flight, wanted)
+                return Waiting(lambda: self._admit_later(flight))
+            self._resolve(flight)
             flight.place_span = start_child("place", flight.span)
-            placement = self._place(flight)
+            placement = self._place(flight, flight.tried)
             if placement.chosen is None:
-                return Waiting(lambda: self._admit_later(flight, wanted))
+                return Waiting(lambda: self._admit_later(flight))
             self._enter(flight)
             return self._route(flight, placement.chosen, placement)
         except Exception as failure:
             raise self._refuse(flight, failure) from None
 
-    async def _admit_later(self, flight: _Flight, wanted: Wanted) -> Route:
+    async def _admit_later(self, flight: Flight) -> Route:
         try:
             self._check_room()
             self._enter(flight)
             if not flight.record.model_version:
                 await self._listed(flight)
-                self._resolve(flight, wanted)
+                self._resolve(flight)
                 flight.place_span = start_child("place", flight.span)
             placement = await self._place_waiting(flight)
             if placement.chosen is None:
@@ -140,61 +146,20 @@ class RouterPolicy(Policy):
         except Exception as failure:
             raise self._refuse(flight, failure) from None
 
-    async def on_failure(
-        self, head: Head, route: Route, error: ForebayError, progress: Progress
-    ) -> Decision:
-        """See `forebay_wire.policy.Policy`."""
-        flight: _Flight = route.context
-        lost = flight.held
-        self._end_attempt(flight, error.reason.value, progress)
-        if error.reason is Reason.REPLICA_LOST and lost is not None:
-            self._fleet.mark_down(lost)
-        failure = Failure(
-            reason=error.reason.value,
-            replica_fault=error.status.replica_fault,
-            messages=progress.messages,
-            attempts=len(flight.record.attempts),
-        )
-        verdict = judge(failure, max_attempts=self._config.max_attempts)
-        if not verdict.retries:
-            return Fail(_for_caller(error))
-        flight.place_span = start_child("place", flight.span)
-        if verdict is Verdict.RETRY_WAITING:
-            placement = await self._place_waiting(flight)
-        else:
-            placement = self._place(flight)
-        if placement.chosen is None:
-            self._end_place(flight, placement)
-            return Fail(_for_caller(error))
-        self._metrics.count_retry(error.reason.value)
-        return Retry(self._route(flight, placement.chosen, placement))
-
-    def on_end(
-        self,
-        head: Head,
-        route: Route,
-        outcome: Outcome,
-        error: ForebayError | None,
-        progress: Progress,
-    ) -> None:
-        """See `forebay_wire.policy.Policy`."""
-        flight: _Flight = route.context
-        self._end_attempt(flight, _word(outcome, error), progress)
-        self._end(flight, outcome, error, progress)
-
-    def _begin(self, head: Head) -> _Flight:
+    def _begin(self, head: Head, message: bytes) -> Flight:
         span = start_span("router", head.metadata, kind=_SERVER)
         if span is not None:
             span.set_attribute("forebay.request_id", head.request_id)
         trace = passed_on(head.metadata, span)
         record = Record(head.request_id, trace_id_of(trace))
-        return _Flight(head, span, trace, record, self._clock())
+        return Flight(head, message, span, trace, record, self._clock())
 
-    def _enter(self, flight: _Flight) -> None:
+    def _enter(self, flight: Flight) -> None:
         self._in_flight.add(flight)
         self._recent.add(flight.record)
+        self._retries.pay_in()
 
-    def _refuse(self, flight: _Flight, failure: Exception) -> Exception:
+    def _refuse(self, flight: Flight, failure: Exception) -> Exception:
         """Count a request out that is not let in, and say what to raise."""
         if flight not in self._in_flight:
             self._recent.add(flight.record)
@@ -213,45 +178,99 @@ class RouterPolicy(Policy):
             raise ForebayError(Reason.DEADLINE_EXCEEDED, "The deadline passed.")
         return min(asked, now + config.max_timeout_s)
 
-    def _wait_until(self, flight: _Flight) -> float:
-        return min(flight.deadline, self._clock() + self._config.no_replica_wait_s)
-
-    async def _listed(self, flight: _Flight) -> None:
+    async def _listed(self, flight: Flight) -> None:
         """Nothing may be called unknown before the catalogue was read once."""
+        until = min(flight.deadline, self._clock() + self._config.no_replica_wait_s)
         try:
-            async with asyncio.timeout(self._wait_until(flight) - self._clock()):
+            async with asyncio.timeout(until - self._clock()):
                 await self._catalogue.ready()
         except TimeoutError:
             raise ForebayError(
                 Reason.STORE_UNAVAILABLE, "The models are not known yet.", retry_after_s=1
             ) from None
 
-    def _resolve(self, flight: _Flight, wanted: Wanted) -> None:
-        head = flight.head
+    def _resolve(self, flight: Flight) -> None:
+        head, wanted = flight.head, flight.wanted
+        assert wanted is not None, "a request is checked first"
         sticky_key = head.metadata.get(md.SESSION) or head.request_id
         flight.record.model_version = self._resolver.model_version(
             self._catalogue.current(), wanted.model, sticky_key=sticky_key
         )
+        if self._quarantine.has_suspects:
+            self._look_up(flight)
 
-    def _place(self, flight: _Flight) -> Placement:
-        view = View(flight.record.model_version, self._ledger, self._down, flight.tried)
+    # --- Placement -----------------------------------------------------------------------------
+
+    def _place(self, flight: Flight, tried: Container[str]) -> Placement:
+        now = self._clock()
+        self._breakers.advance(now)
+        view = View(
+            flight.record.model_version,
+            self._ledger,
+            self._down,
+            tried,
+            self._breakers.excluded,
+            self._quarantine.occupied if flight.digest is not None else (),
+        )
         return place(self._fleet.replicas(), view, draw=self._rng)
 
-    async def _place_waiting(self, flight: _Flight) -> Placement:
-        until = self._wait_until(flight)
-        while True:
-            revision = self._fleet.revision
-            placement = self._place(flight)
-            remaining_s = until - self._clock()
-            if placement.chosen is not None or remaining_s <= 0:
-                return placement
-            try:
-                async with asyncio.timeout(remaining_s):
-                    await self._fleet.changed(revision)
-            except TimeoutError:
-                continue
+    async def _place_waiting(self, flight: Flight) -> Placement:
+        """Wait for a replica: a little where one is missing, to the deadline where a model is being
+        loaded."""
+        began_s = self._clock()
+        version = flight.record.model_version
+        until = min(flight.deadline, began_s + self._config.no_replica_wait_s)
+        tried: Container[str] = flight.tried
+        with contextlib.ExitStack() as held:
+            gate: asyncio.Semaphore | None = None
+            while True:
+                revision = self._fleet.revision
+                placement = self._place(flight, tried)
+                if placement.chosen is not None:
+                    if gate is None or await self._pass(flight, gate, until):
+                        return placement if gate is None else self._place(flight, tried)
+                    return Placement(None, placement.weighed)
+                if gate is None and self._config.load_on_demand and self._cold.is_cold(version):
+                    gate = held.enter_context(self._cold.hold(version))
+                if gate is not None or self._cold.is_coming(version):
+                    until = min(flight.deadline, began_s + self._config.cold_wait_s)
+                    if (error := self._cold.failure(version)) is not None:
+                        raise error
+                    self._tell(flight, began_s)
+                now = self._clock()
+                if now >= until:
+                    return placement
+                try:
+                    async with asyncio.timeout(min(until - now, _TOLD_EVERY_S)):
+                        await self._fleet.changed(revision)
+                except TimeoutError:
+                    pass
+                else:
+                    # Whoever failed before may be another by now.
+                    tried = ()
 
-    def _end_place(self, flight: _Flight, placement: Placement | None) -> None:
+    async def _pass(self, flight: Flight, gate: asyncio.Semaphore, until: float) -> bool:
+        """Take a turn among those that waited for the same model."""
+        try:
+            async with asyncio.timeout(max(0.0, until - self._clock())):
+                await gate.acquire()
+        except TimeoutError:
+            return False
+        flight.gate = gate
+        return True
+
+    def _open_gate(self, flight: Flight) -> None:
+        gate, flight.gate = flight.gate, None
+        if gate is not None:
+            gate.release()
+
+    def _tell(self, flight: Flight, since_s: float) -> None:
+        tell = flight.head.tell
+        if tell is not None:
+            version = flight.record.model_version
+            tell(version, self._cold.phase(version), self._clock() - since_s)
+
+    def _end_place(self, flight: Flight, placement: Placement | None) -> None:
         span, flight.place_span = flight.place_span, None
         if span is None:
             return
@@ -261,21 +280,40 @@ class RouterPolicy(Policy):
                 span.set_attribute("forebay.replica", placement.chosen.replica_id)
         span.end()
 
-    def _no_replica(self, flight: _Flight) -> ForebayError:
+    def _no_replica(self, flight: Flight) -> ForebayError:
         if self._clock() >= flight.deadline:
             return ForebayError(Reason.DEADLINE_EXCEEDED, "The deadline passed.")
+        version = flight.record.model_version
+        is_coming = self._cold.is_coming(version)
         return ForebayError(
-            Reason.NO_REPLICA, "No replica of the model can take requests now.", retry_after_s=1
+            Reason.NO_REPLICA,
+            "The model is still being loaded."
+            if is_coming
+            else "No replica of the model can take requests now.",
+            retry_after_s=self._cold.remaining_s(version) if is_coming else 1,
         )
 
-    def _route(self, flight: _Flight, replica: Replica, placement: Placement) -> Route:
+    def _route(
+        self, flight: Flight, replica: Replica, placement: Placement, kind: str = "first"
+    ) -> Route:
         self._end_place(flight, placement)
         head, record, replica_id = flight.head, flight.record, replica.replica_id
-        flight.held = replica_id
-        flight.tried += (replica_id,)
+        wanted = flight.wanted
+        assert wanted is not None, "a request is checked first"
         self._ledger.begin(replica_id, record.model_version)
+        self._breakers.sent(replica_id)
+        if flight.digest is not None:
+            self._quarantine.enter(replica_id, flight.digest)
+        flight.tried += (replica_id,)
         kept = most_telling(placement.weighed, limit=self._config.explain_candidates)
-        record.attempts.append(Attempt(replica_id, kept, self._clock()))
+        attempt = Attempt(replica_id, kept, self._clock(), kind=kind)
+        record.attempts.append(attempt)
+        this = Try(flight, replica_id, attempt)
+        flight.tries.append(this)
+        if kind == "resume":
+            flight.resumes += 1
+        else:
+            flight.attempts += 1
         return Route(
             target=replica.address,
             metadata=(
@@ -286,24 +324,198 @@ class RouterPolicy(Policy):
                 *flight.trace,
             ),
             deadline=flight.deadline,
-            context=flight,
+            message=flight.continuation,
+            context=this,
+            kept_bytes=self._kept_bytes if wanted.is_resumable else 0,
+            first_message_s=self._first_s,
+            silence_s=self._silence_s,
+            hedge_s=self._hedge_s,
         )
 
-    def _end_attempt(self, flight: _Flight, word: str, progress: Progress) -> None:
-        if flight.held is None:
+    # --- What becomes of attempts --------------------------------------------------------------
+
+    def on_first(self, head: Head, route: Route, progress: Progress) -> None:
+        """See `forebay_wire.policy.Policy`."""
+        this: Try = route.context
+        this.attempt.first_message_s = self._clock()
+        flight = this.flight
+        if flight.gate is not None:
+            self._open_gate(flight)
+        if flight.digest is not None:
+            self._release_suspect(this)
+            self._quarantine.clear(flight.digest)
+            flight.digest = None
+
+    def hedge(self, head: Head, route: Route, progress: Progress) -> Route | None:
+        """See `forebay_wire.policy.Policy`."""
+        this: Try = route.context
+        flight = this.flight
+        if flight.digest is not None or not self._hedges.take(self._clock()):
+            return None
+        placement = self._place(flight, flight.tried)
+        if placement.chosen is None:
+            return None
+        self._metrics.count_hedge()
+        return self._route(flight, placement.chosen, placement, "hedge")
+
+    def on_dropped(self, head: Head, route: Route, error: ForebayError | None) -> None:
+        """See `forebay_wire.policy.Policy`."""
+        this: Try = route.context
+        self._end_try(this, error.reason.value if error is not None else "dropped", error)
+
+    async def on_failure(
+        self, head: Head, route: Route, error: ForebayError, progress: Progress
+    ) -> Decision:
+        """See `forebay_wire.policy.Policy`."""
+        this: Try = route.context
+        flight = this.flight
+        self._end_try(this, error.reason.value, error)
+        if error.reason is Reason.REPLICA_LOST and not progress.attempt_messages:
+            self._suspect(flight, progress)
+        failure = Failure(
+            reason=error.reason.value,
+            replica_fault=error.status.replica_fault,
+            messages=progress.messages,
+            is_resumable=progress.delivered is not None,
+            attempts=flight.attempts,
+            resumes=flight.resumes,
+        )
+        following = judge(failure, self._most)
+        if following is Next.RESUME:
+            return await self._resume(flight, error, progress)
+        if following not in RETRIES or self._is_condemned(flight):
+            return Fail(self._final(flight, error))
+        if is_budgeted(error.reason.value) and not self._retries.take(self._clock()):
+            return Fail(_for_caller(error))
+        placement = await self._place_again(flight, waits=following is Next.RETRY_WAITING)
+        if placement is None or placement.chosen is None:
+            return Fail(_for_caller(error))
+        self._metrics.count_retry(error.reason.value)
+        return Retry(self._route(flight, placement.chosen, placement, "retry"))
+
+    async def _resume(self, flight: Flight, error: ForebayError, progress: Progress) -> Decision:
+        assert progress.delivered is not None, "judged resumable"
+        continuation = "not_yet" if True else b""
+        if isinstance(continuation, str):
+            self._metrics.count_resume(continuation)
+            return Fail(error)
+        if self._is_condemned(flight):
+            return Fail(self._final(flight, error))
+        flight.continuation = continuation
+        placement = await self._place_again(flight, waits=True)
+        if placement is None or placement.chosen is None:
+            self._metrics.count_resume("no_replica")
+            return Fail(error)
+        self._metrics.count_resume("resumed")
+        return Resume(self._route(flight, placement.chosen, placement, "resume"))
+
+    async def _place_again(self, flight: Flight, *, waits: bool) -> Placement | None:
+        flight.place_span = start_child("place", flight.span)
+        try:
+            placement = (
+                await self._place_waiting(flight) if waits else self._place(flight, flight.tried)
+            )
+        except ForebayError:
+            self._end_place(flight, None)
+            return None
+        if placement.chosen is None:
+            self._end_place(flight, placement)
+        return placement
+
+    def on_end(
+        self,
+        head: Head,
+        route: Route,
+        outcome: Outcome,
+        error: ForebayError | None,
+        progress: Progress,
+    ) -> None:
+        """See `forebay_wire.policy.Policy`."""
+        this: Try = route.context
+        flight = this.flight
+        word = _word(outcome, error)
+        for running in tuple(flight.tries):
+            self._end_try(running, word, error, is_well=outcome is Outcome.SUCCEEDED)
+        self._end(flight, outcome, error, progress)
+
+    def _end_try(
+        self, this: Try, word: str, error: ForebayError | None, *, is_well: bool = False
+    ) -> None:
+        flight = this.flight
+        if this not in flight.tries:
             return
-        record = flight.record
-        self._ledger.end(flight.held, record.model_version)
-        flight.held = None
-        attempt = record.attempts[-1]
-        attempt.outcome = word
-        attempt.first_message_s = progress.first_message_s
+        flight.tries.remove(this)
+        replica_id, version = this.replica_id, flight.record.model_version
+        self._ledger.end(replica_id, version)
+        this.attempt.outcome = word
         self._metrics.count_attempt(word)
+        if flight.digest is not None:
+            self._release_suspect(this)
+        verdict = _WELL if is_well else _NOTHING
+        if error is not None:
+            if error.status.replica_fault:
+                verdict = _FAULT
+            if error.reason is Reason.REPLICA_LOST:
+                self._fleet.mark_down(replica_id)
+        state = self._breakers.ended(
+            replica_id, verdict, self._clock(), lambda: self._peers(version)
+        )
+        if state is not None:
+            self._metrics.count_breaker(state)
+            self._fleet.nudge()
+
+    def _peers(self, version: str) -> tuple[int, int]:
+        """Replicas that serve a model version, and how many of them breakers exclude."""
+        ids = [
+            replica.replica_id
+            for replica in self._fleet.replicas()
+            if replica.takes_traffic and not replica.draining and version in replica.models
+        ]
+        return len(ids), sum(each in self._breakers.excluded for each in ids)
+
+    # --- Suspects ------------------------------------------------------------------------------
+
+    def _digest_of(self, flight: Flight) -> bytes:
+        version = flight.record.model_version
+        return digest_of(flight.message, version, key=self._digest_key)
+
+    def _look_up(self, flight: Flight) -> None:
+        """Refuse what has ended runners before, and let suspects go alone."""
+        digest = self._digest_of(flight)
+        deaths = self._quarantine.deaths(digest, self._clock())
+        if deaths >= CONDEMNED:
+            raise _condemned()
+        if deaths:
+            flight.digest = digest
+
+    def _suspect(self, flight: Flight, progress: Progress) -> None:
+        # Only a batcher that lives can tell that its runner died.
+        if not any(key == md.REPLICA for key, _ in progress.trailing):
+            return
+        digest = flight.digest or self._digest_of(flight)
+        self._quarantine.suspect(digest, self._clock())
+        flight.digest = digest
+
+    def _is_condemned(self, flight: Flight) -> bool:
+        digest = flight.digest
+        return digest is not None and self._quarantine.deaths(digest, self._clock()) >= CONDEMNED
+
+    def _final(self, flight: Flight, error: ForebayError) -> ForebayError:
+        return _condemned() if self._is_condemned(flight) else _for_caller(error)
+
+    def _release_suspect(self, this: Try) -> None:
+        digest = this.flight.digest
+        if digest is not None and self._quarantine.leave(this.replica_id, digest):
+            self._fleet.nudge()
+
+    # --- The end -------------------------------------------------------------------------------
 
     def _end(
-        self, flight: _Flight, outcome: Outcome, error: ForebayError | None, progress: Progress
+        self, flight: Flight, outcome: Outcome, error: ForebayError | None, progress: Progress
     ) -> None:
         self._in_flight.discard(flight)
+        if flight.gate is not None:
+            self._open_gate(flight)
         flight.record.outcome = _word(outcome, error)
         self._count(flight, outcome, error, progress)
         self._end_place(flight, None)
@@ -311,7 +523,7 @@ class RouterPolicy(Policy):
             _end_span(flight.span, flight.record, error, progress)
 
     def _count(
-        self, flight: _Flight, outcome: Outcome, error: ForebayError | None, progress: Progress
+        self, flight: Flight, outcome: Outcome, error: ForebayError | None, progress: Progress
     ) -> None:
         first_s = progress.first_message_s
         self._metrics.count_request(
@@ -343,7 +555,8 @@ def _check(head: Head, message: bytes) -> Wanted:
     if not 1 <= len(named) <= MAX_MODEL_CHARS:
         problem = f"'{md.MODEL}' must have 1 to {MAX_MODEL_CHARS} characters."
         raise ForebayError(Reason.INVALID_ARGUMENT, problem, param=md.MODEL)
-    return Wanted(named, wanted.operation, wanted.prompt_tokens)
+    wanted.model = named
+    return wanted
 
 
 def _passed_on(head: Head, wanted: Wanted) -> md.Metadata:
@@ -373,6 +586,13 @@ def _as_error(failure: BaseException) -> ForebayError:
     if isinstance(failure, RefusedError):
         return ForebayError(Reason(failure.reason), failure.message, param=failure.param)
     return ForebayError(Reason.INTERNAL, "An unexpected error happened here.")
+
+
+def _condemned() -> ForebayError:
+    return ForebayError(
+        Reason.QUARANTINED,
+        "The request has ended the runners it was given to, and is not tried again.",
+    )
 
 
 def _for_caller(error: ForebayError) -> ForebayError:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Container, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
+
+from forebay_common.errors import ForebayError
 
 from forebay_router.core.place import Ledger, Replica
 from forebay_router.core.resolve import Catalogue
@@ -54,4 +58,36 @@ class ReplicaSource(Protocol):
 
     def mark_down(self, replica_id: str) -> None:
         """Hold a replica for down until it shows that it is not."""
+        ...
+
+    def nudge(self) -> None:
+        """Have everybody who waits for a replica look again."""
+        ...
+
+
+class ColdModels(Protocol):
+    """Models that no replica serves; `forebay_router.cold_loop.Cold`."""
+
+    def is_cold(self, model_version: str) -> bool:
+        """Whether no replica has it, or is about to."""
+        ...
+
+    def is_coming(self, model_version: str) -> bool:
+        """Whether somebody is making it ready."""
+        ...
+
+    def hold(self, model_version: str) -> AbstractContextManager[asyncio.Semaphore]:
+        """Let a request wait for it, and have it made ready; gives the gate to pass then."""
+        ...
+
+    def failure(self, model_version: str) -> ForebayError | None:
+        """Why it cannot be had now."""
+        ...
+
+    def phase(self, model_version: str) -> str:
+        """What a request for it waits for."""
+        ...
+
+    def remaining_s(self, model_version: str) -> float:
+        """Seconds until it will be ready, as far as can be told."""
         ...

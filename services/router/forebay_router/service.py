@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import grpc
@@ -13,6 +13,7 @@ from forebay_common.errors import ForebayError, Reason
 
 from forebay_router.adapters.catalogue import CatalogueView
 from forebay_router.adapters.replicas import Fleet
+from forebay_router.core.breakers import Breakers
 from forebay_router.core.explain import Attempt, Recent
 from forebay_router.core.place import Exclusion, Replica, View, exclusion_of
 
@@ -29,12 +30,14 @@ class RouterService(router_rpc.RouterServiceServicer):
         self,
         catalogue: CatalogueView,
         fleet: Fleet,
+        breakers: Breakers,
         recent: Recent,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._catalogue = catalogue
         self._fleet = fleet
+        self._breakers = breakers
         self._recent = recent
         self._clock = clock
 
@@ -53,7 +56,7 @@ class RouterService(router_rpc.RouterServiceServicer):
         """The replicas as this router sees them."""
         routed = []
         for contract, replica in self._fleet.contracts():
-            excluded = exclusion_from_all(replica, self._fleet)
+            excluded = exclusion_from_all(replica, self._fleet, self._breakers.excluded)
             routed.append(
                 router.RoutedReplica(
                     replica=contract,
@@ -87,19 +90,23 @@ class RouterService(router_rpc.RouterServiceServicer):
         )
 
 
-def exclusion_from_all(replica: Replica, fleet: Fleet) -> Exclusion | None:
+def exclusion_from_all(
+    replica: Replica, fleet: Fleet, ejected: Container[str] = ()
+) -> Exclusion | None:
     """Why no model of a replica can be placed there; None when one can."""
     exclusion: Exclusion | None = Exclusion.MODEL_ABSENT
     for model_version in replica.models:
-        exclusion = exclusion_of(replica, View(model_version, fleet.ledger, fleet.down))
+        exclusion = exclusion_of(
+            replica, View(model_version, fleet.ledger, fleet.down, ejected=ejected)
+        )
         if exclusion is None:
             return None
     return exclusion
 
 
-def count_placeable(fleet: Fleet) -> int:
+def count_placeable(fleet: Fleet, ejected: Container[str] = ()) -> int:
     """Replicas that can take requests for at least one model."""
-    return sum(exclusion_from_all(replica, fleet) is None for replica in fleet.replicas())
+    return sum(exclusion_from_all(replica, fleet, ejected) is None for replica in fleet.replicas())
 
 
 def _attempt(attempt: Attempt) -> router.Attempt:
@@ -115,6 +122,7 @@ def _attempt(attempt: Attempt) -> router.Attempt:
         ],
         outcome=attempt.outcome,
         first_message_ms=attempt.first_message_ms,
+        kind=attempt.kind,
     )
 
 

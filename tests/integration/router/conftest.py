@@ -56,6 +56,8 @@ class Script:
     tokens: int = 3
     text: str = ""
     """Added to each token."""
+    slow_s: float = 0.0
+    """Before the first token."""
     error: ForebayError | None = None
     """Given after the tokens instead of an end."""
     dies: bool = False
@@ -187,7 +189,10 @@ class StandIn(inference_rpc.InferenceServiceServicer, batcher_rpc.BatcherService
         seen = Seen(metadata, request, context.time_remaining(), text=script.text)
         self.seen.append(seen)
         self._arrived.set()
+        context.set_trailing_metadata(((md.REPLICA, self.replica.replica_id),))
         try:
+            if script.slow_s:
+                await asyncio.sleep(script.slow_s)
             for n in range(script.tokens):
                 ends = script.error is None and not script.dies and not script.hangs
                 yield n, ends and n == script.tokens - 1

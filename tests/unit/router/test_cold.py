@@ -85,6 +85,7 @@ def _cold(fleet: _Fleet, *, held_most: int = 2000, pause_s: float = 5.0) -> Cold
         held_most=held_most,
         pause_s=pause_s,
         loads_most=2,
+        released_most=8,
         clock=lambda: 0.0,
     )
 

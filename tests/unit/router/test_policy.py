@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Sequence
 
@@ -11,6 +12,7 @@ from forebay.inference.v1 import inference_service_pb2 as inference
 from forebay_common import metadata as md
 from forebay_common.errors import ForebayError, Reason
 from forebay_router.config import Config
+from forebay_router.core.breakers import Breakers
 from forebay_router.core.explain import Recent
 from forebay_router.core.marks import Marks
 from forebay_router.core.place import Ledger, ModelLoad, Replica
@@ -60,10 +62,35 @@ class Replicas:
     def mark_down(self, replica_id: str) -> None:
         self.down.mark(replica_id)
 
+    def nudge(self) -> None:
+        """Nobody waits for it here."""
+
     def appear(self, replica_id: str) -> None:
         self.ids.append(replica_id)
         self.revision += 1
         self._changed.set()
+
+
+class NoneCold:
+    """Every model is somewhere."""
+
+    def is_cold(self, model_version: str) -> bool:
+        return False
+
+    def is_coming(self, model_version: str) -> bool:
+        return False
+
+    def hold(self, model_version: str) -> contextlib.AbstractContextManager[asyncio.Semaphore]:
+        raise AssertionError("nothing is cold")
+
+    def failure(self, model_version: str) -> ForebayError | None:
+        return None
+
+    def phase(self, model_version: str) -> str:
+        return ""
+
+    def remaining_s(self, model_version: str) -> float:
+        return 1.0
 
 
 class Router:
@@ -83,9 +110,11 @@ class Router:
         self.policy = RouterPolicy(
             Models(listed=listed),
             self.fleet,
-            Metrics(self.registry),
-            self.recent,
             config,
+            cold=NoneCold(),
+            breakers=Breakers(),
+            metrics=Metrics(self.registry),
+            recent=self.recent,
             rng=random.Random(1),
             clock=lambda: 100.0,
         )

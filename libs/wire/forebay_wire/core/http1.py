@@ -241,7 +241,14 @@ class Writer:
         ).encode("latin-1") + date
 
     def stream(
-        self, content_type: str, *, date: bytes, request_id: str, chunked: bool, closes: bool
+        self,
+        content_type: str,
+        *,
+        date: bytes,
+        request_id: str,
+        chunked: bool,
+        closes: bool,
+        extra: Iterable[tuple[str, str]] = (),
     ) -> bytes:
         """The head of an answer that comes in parts: in chunks, or until the connection ends."""
         key = (content_type, chunked, closes)
@@ -251,7 +258,13 @@ class Writer:
             # Content types are the replicas'; a replica that varies them must not fill memory.
             if len(self._fixed) < 64:
                 self._fixed[key] = fixed
-        return b"%b%b\r\nDate: %b" % (fixed, request_id.encode("ascii"), date)
+        lines = "".join([f"{name}: {value}\r\n" for name, value in extra]) if extra else ""
+        return b"%b%b\r\n%bDate: %b" % (
+            fixed,
+            request_id.encode("ascii"),
+            lines.encode("latin-1"),
+            date,
+        )
 
     def _stream_head(self, content_type: str, *, chunked: bool, closes: bool) -> bytes:
         return (

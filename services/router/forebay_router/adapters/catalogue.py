@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from forebay.engine.v1 import engine_service_pb2 as engine
 from forebay.registry.v1 import registry_service_pb2 as registry
 from forebay_common.discovery import Keys, View, from_json
 from forebay_common.store import Store
@@ -56,6 +57,17 @@ class CatalogueView:
             models=sorted(self._models.entries.values(), key=lambda model: model.name),
             aliases=sorted(self._aliases.entries.values(), key=lambda alias: alias.name),
         )
+
+    def spec_of(self, model_version: str) -> engine.ModelSpec | None:
+        """How to run a model version; None when it is not in the catalogue."""
+        name, _, wanted = model_version.partition("@")
+        for model in self._models.entries.values():
+            if model.name != name:
+                continue
+            for version in model.versions:
+                if version.version == wanted:
+                    return version.spec
+        return None
 
     async def run(self) -> None:
         """Follow both until cancelled."""

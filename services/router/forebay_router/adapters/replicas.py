@@ -121,6 +121,18 @@ class Fleet:
         if member.call is not None:
             member.call.cancel()
 
+    def nudge(self) -> None:
+        """Have everybody who waits for a replica look again."""
+        self._bump()
+
+    def reported(self) -> Sequence[batcher.Replica]:
+        """Each replica as it last described itself, by id."""
+        return [contract for contract, _ in self.contracts()]
+
+    def is_down(self, replica_id: str) -> bool:
+        """Whether it is held for down."""
+        return replica_id in self._marks
+
     async def run(self) -> None:
         """Follow the fleet until cancelled."""
         try:

@@ -18,6 +18,8 @@ class Attempt:
     started_s: float
     outcome: str = ""
     first_message_s: float | None = None
+    kind: str = "first"
+    """`first`, `retry`, `resume` or `hedge`."""
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:

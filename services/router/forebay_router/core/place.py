@@ -48,6 +48,8 @@ class Exclusion(StrEnum):
     DRAINING = "draining"
     DOWN = "down"
     TRIED = "tried"
+    EJECTED = "ejected"
+    SUSPECT = "suspect"
 
 
 Weighed: TypeAlias = tuple[str, "float | Exclusion"]
@@ -146,6 +148,9 @@ class View:
     ledger: Ledger
     down: Container[str]
     tried: Container[str] = ()
+    ejected: Container[str] = ()
+    occupied: Container[str] = ()
+    """Replicas that a suspect must not go to, because they have another."""
 
 
 def place(replicas: Iterable[Replica], view: View, *, draw: Draw) -> Placement:
@@ -194,4 +199,8 @@ def exclusion_of(replica: Replica, view: View) -> Exclusion | None:
         return Exclusion.MODEL_NOT_ACTIVE
     if replica.replica_id in view.tried:
         return Exclusion.TRIED
+    if replica.replica_id in view.ejected:
+        return Exclusion.EJECTED
+    if replica.replica_id in view.occupied:
+        return Exclusion.SUSPECT
     return None
