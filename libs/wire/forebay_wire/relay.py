@@ -39,7 +39,7 @@ from forebay_wire.core.messages import (
     MessageReader,
     frame,
 )
-from forebay_wire.core.stream import OnData, Stream
+from forebay_wire.core.stream import OnData, Receiver, Stream
 from forebay_wire.metrics import GAP_BOUNDS_S, TIMED_CALLS, WireMetrics
 from forebay_wire.policy import (
     Decision,
@@ -53,6 +53,7 @@ from forebay_wire.policy import (
     Retry,
     Route,
 )
+from forebay_wire.rival import Rival
 
 _log = logging.getLogger(__name__)
 _PASSED_ON = frozenset((md.USAGE, md.REPLICA, md.REQUEST_ID))
@@ -188,6 +189,7 @@ class Call:
         "_done",
         "_forward",
         "_gaps",
+        "_hedge",
         "_held",
         "_idle",
         "_is_timed",
@@ -247,6 +249,8 @@ class Call:
         self._tail = b""
         """A message that is not whole yet, of an answer that is kept."""
         self._patience: asyncio.TimerHandle | None = None
+        self._hedge: asyncio.TimerHandle | Rival | None = None
+        """The second attempt, or when it is asked for."""
         self._idle = 0
         self._seen_bytes = 0
         self._last_s = 0.0
@@ -318,6 +322,11 @@ class Call:
         self._waits_at = None
         route = self._route
         assert route is not None, "a call goes where its route says"
+        self._status = 0
+        self._stream = self.open_on(connection, route, self)
+
+    def open_on(self, connection: Connection, route: Route, receiver: Receiver) -> Stream:
+        """Send the request as a route says."""
         block = request_block(
             self.head.method.path, _authority(route.target), scheme=self._relay.pool.scheme
         )
@@ -331,9 +340,7 @@ class Call:
             if accepted and not route.kept_bytes:
                 block += metadata_block((("grpc-accept-encoding", accepted),))
         block += metadata_block(route.metadata)
-        stream = connection.open(self)
-        self._stream = stream
-        self._status = 0
+        stream = connection.open(receiver)
         if self._held:
             stream.hold()
         stream.send_headers(block)
@@ -343,6 +350,7 @@ class Call:
             stream.send_whole(frame(self.compressed, compressed=True))
         else:
             stream.send_whole(frame(self._message))
+        return stream
 
     def on_unreachable(self, error: ForebayError) -> None:
         """See `client.Opening`."""
@@ -401,6 +409,8 @@ class Call:
         self._last_s = now
         route, relay = self._route, self._relay
         assert route is not None, "a call goes where its route says"
+        if self._hedge is not None:
+            self._end_hedge()
         if not self._answered:
             self._answered = True
             self.progress.first_message_s = time.monotonic()
@@ -550,6 +560,8 @@ class Call:
         if self._patience is None and (route.silence_s or route.first_message_s):
             self._idle, self._seen_bytes = 0, self._message_bytes
             self._be_patient(route)
+        if self._hedge is None and route.hedge_s and not self._answered:
+            self._hedge = self._relay.loop.call_later(route.hedge_s, self._start_rival)
         pool = self._relay.pool
         connection = pool.find(route.target)
         if connection is not None:
@@ -635,7 +647,68 @@ class Call:
         self._tell().finish(progress.trailing + route.answer)
         self._end(Outcome.SUCCEEDED, None)
 
+    def _start_rival(self) -> None:
+        self._hedge = None
+        if self._done or self._answered or self._route is None or self._admission is not None:
+            return
+        try:
+            route = self._relay.policy.hedge(self.head, self._route, self._count())
+        except Exception:
+            _log.exception("unexpected error in a policy")
+            return
+        if route is not None:
+            self._hedge = rival = Rival(self, self._relay.pool, route)
+            rival.start()
+
+    def won_by(self, rival: Rival) -> None:
+        """See `rival.Hedged`."""
+        self._hedge = None
+        self._drop(ErrorCode.CANCEL)
+        assert self._route is not None, "a rival has a first attempt beside it"
+        self._tell_dropped(self._route, None)
+        self._adopt(rival)
+
+    def lost_by(self, rival: Rival, error: ForebayError) -> None:
+        """See `rival.Hedged`."""
+        self._hedge = None
+        self._tell_dropped(rival.route, error)
+
+    def _adopt(self, rival: Rival) -> None:
+        """Go on with the rival as the only attempt."""
+        self._route = rival.route
+        rival.withdraw()
+        stream, self._stream = rival.stream, rival.stream
+        if stream is None:
+            self._attempt()
+            return
+        stream.receiver, stream.on_data = self, self.on_data
+        self._status = 0
+        for headers, ended in rival.headers():
+            self.on_headers(headers, ended)
+
+    def _tell_dropped(self, route: Route, error: ForebayError | None) -> None:
+        try:
+            self._relay.policy.on_dropped(self.head, route, error)
+        except Exception:
+            _log.exception("unexpected error in a policy")
+
+    def _end_hedge(self) -> None:
+        """The first attempt has won, or the call has ended."""
+        hedge, self._hedge = self._hedge, None
+        if isinstance(hedge, Rival):
+            hedge.drop()
+            if not self._done:
+                self._tell_dropped(hedge.route, None)
+        elif hedge is not None:
+            hedge.cancel()
+
     def _fail_attempt(self, error: ForebayError) -> None:
+        if isinstance(self._hedge, Rival):
+            rival, self._hedge = self._hedge, None
+            assert self._route is not None, "a rival has a first attempt beside it"
+            self._tell_dropped(self._route, error)
+            self._adopt(rival)
+            return
         self._admission = self._relay.loop.create_task(self._decide(error))
 
     async def _decide(self, error: ForebayError) -> None:
@@ -678,6 +751,8 @@ class Call:
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
+        if self._hedge is not None:
+            self._end_hedge()
         if self._deadline is None and self._is_expired():
             self._fail_attempt(_expired())
         else:
@@ -735,6 +810,8 @@ class Call:
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
+        if self._hedge is not None:
+            self._end_hedge()
         if self._admission is not None:
             self._admission.cancel()
             self._admission = None

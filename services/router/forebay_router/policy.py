@@ -158,6 +158,8 @@ class RouterPolicy(Policy):
         self._in_flight.add(flight)
         self._recent.add(flight.record)
         self._retries.pay_in()
+        if self._hedge_s is not None:
+            self._hedges.pay_in()
 
     def _refuse(self, flight: Flight, failure: Exception) -> Exception:
         """Count a request out that is not let in, and say what to raise."""
