@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from forebay.inference.v1 import inference_service_pb2 as pb
 from forebay_common import metadata as md
 from forebay_common.errors import ForebayError, Reason, to_trailers
 from google.protobuf.message import DecodeError
@@ -436,6 +437,11 @@ class _RelayedCall:
             deadline=self._deadline,
             request_id=md.request_id_from(metadata.get(md.REQUEST_ID)),
         )
+        accepted = request.accept_encoding
+        if metadata.get(md.PROGRESS) == "1" and self._method.streams:
+            head.tell = self._tell_progress
+            # What is told is not compressed, and an answer is compressed in one way.
+            accepted = ""
         self._head = head
         self._call = self._relay.call(
             head,
@@ -443,7 +449,7 @@ class _RelayedCall:
             self,
             compressed=compressed,
             encoding=request.encoding,
-            accept_encoding=request.accept_encoding,
+            accept_encoding=accepted,
         )
 
     def on_reset(self, code: ErrorCode) -> None:
@@ -471,11 +477,26 @@ class _RelayedCall:
 
     def begin(self, call: Call) -> None:
         """See `relay.Caller`."""
+        if self._has_begun:
+            return
         self._has_begun = True
         block = RESPONSE_BLOCK
         if call.encoding:
             block += metadata_block((("grpc-encoding", call.encoding),))
         self._stream.send_headers(block)
+
+    def _tell_progress(self, model_version: str, phase: str, waited_s: float) -> None:
+        if self._ended:
+            return
+        if not self._has_begun:
+            self._has_begun = True
+            self._stream.send_headers(RESPONSE_BLOCK)
+        progress = pb.Progress(
+            model_version=model_version, phase=phase, waited_ms=round(1000 * waited_s)
+        )
+        kind = pb.GenerateResponse if self._method is Method.GENERATE else pb.CallOpenAIResponse
+        data = frame(kind(progress=progress).SerializeToString())
+        self._stream.send(data, 0, len(data))
 
     def finish(self, trailing: md.Metadata) -> None:
         """See `relay.Caller`."""
@@ -519,6 +540,8 @@ class _RelayedCall:
             self._server.leave()
             # What refers to one another would wait for the collector.
             self._call = None
+            if self._head is not None:
+                self._head.tell = None
             self._stream.receiver = _ENDED
 
 

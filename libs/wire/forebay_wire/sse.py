@@ -22,6 +22,7 @@ from forebay_wire.policy import Head
 
 _log = logging.getLogger(__name__)
 _SSE = "text/event-stream"
+EVENTS = "text/event-stream; charset=utf-8"
 _unpack = Struct(">BI").unpack_from
 
 
@@ -64,6 +65,7 @@ def relay_openai(
     # The message holds it.
     exchange.body = b""
     caller = OpenAICaller(exchange, answer_bytes)
+    head.tell = caller.tell
     caller.call = relay.call(head, message, caller)
     exchange.listener = caller
 
@@ -75,6 +77,7 @@ class OpenAICaller:
         "_content_type",
         "_exchange",
         "_has_begun",
+        "_is_told",
         "_is_usual",
         "_kept",
         "_kept_bytes",
@@ -94,6 +97,8 @@ class OpenAICaller:
         self._is_usual = False
         """It streams, and no part of a message waits in the reader."""
         self._has_begun = False
+        self._is_told = False
+        """The client has been told what it waits for."""
         self._streams = False
         self._content_type = JSON
         self._kept: list[bytes] = []
@@ -102,6 +107,17 @@ class OpenAICaller:
     def begin(self, call: Call) -> None:
         """The head goes out with the first event."""
         self._exchange.headers = call.answer
+
+    def tell(self, model_version: str, phase: str, waited_s: float) -> None:
+        """Tell a client that reads a stream what it waits for, in a comment, which readers of
+        events skip. The answer has begun by it: a failure is its last event then."""
+        if self._has_begun:
+            return
+        if not self._is_told:
+            self._is_told = True
+            self._exchange.begin(EVENTS)
+        line = f": forebay waiting model={model_version} phase={phase} waited_s={waited_s:.1f}\n\n"
+        self._exchange.write(line.encode("utf-8", "replace"))
 
     def forward(self, data: bytes, start: int, end: int) -> None:
         """Pass on what `data[start:end]` completes."""
@@ -196,7 +212,7 @@ class OpenAICaller:
         content_type, body = first_of(message, 0, len(message))
         self._content_type = content_type or JSON
         self._streams = content_type.startswith(_SSE)
-        if self._streams:
+        if self._streams and not self._is_told:
             self._exchange.begin(content_type)
         return body
 

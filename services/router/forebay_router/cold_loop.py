@@ -127,6 +127,10 @@ class Cold:
         """Whether somebody is making it ready."""
         return model_version in self._tasks or self._state(model_version) is not None
 
+    def is_awaited(self, model_version: str) -> bool:
+        """Whether requests wait for it, or for their turn after they did."""
+        return model_version in self._held
+
     @contextlib.contextmanager
     def hold(self, model_version: str) -> Iterator[asyncio.Semaphore]:
         """Let a request wait for a model, which is woken or loaded for it.

@@ -120,7 +120,7 @@ class RouterPolicy(Policy):
             self._resolve(flight)
             flight.place_span = start_child("place", flight.span)
             placement = self._place(flight, flight.tried)
-            if placement.chosen is None:
+            if placement.chosen is None or self._cold.is_awaited(flight.record.model_version):
                 return Waiting(lambda: self._admit_later(flight))
             self._enter(flight)
             return self._route(flight, placement.chosen, placement)
@@ -225,6 +225,9 @@ class RouterPolicy(Policy):
         tried: Container[str] = flight.tried
         with contextlib.ExitStack() as held:
             gate: asyncio.Semaphore | None = None
+            if self._cold.is_awaited(version):
+                # Nobody overtakes those that came before.
+                gate = held.enter_context(self._cold.hold(version))
             while True:
                 revision = self._fleet.revision
                 placement = self._place(flight, tried)
@@ -267,8 +270,8 @@ class RouterPolicy(Policy):
             gate.release()
 
     def _tell(self, flight: Flight, since_s: float) -> None:
-        tell = flight.head.tell
-        if tell is not None:
+        tell, wanted = flight.head.tell, flight.wanted
+        if tell is not None and wanted is not None and wanted.streams and not flight.continuation:
             version = flight.record.model_version
             tell(version, self._cold.phase(version), self._clock() - since_s)
 

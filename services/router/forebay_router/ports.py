@@ -76,6 +76,10 @@ class ColdModels(Protocol):
         """Whether somebody is making it ready."""
         ...
 
+    def is_awaited(self, model_version: str) -> bool:
+        """Whether requests wait for it, or for their turn after they did."""
+        ...
+
     def hold(self, model_version: str) -> AbstractContextManager[asyncio.Semaphore]:
         """Let a request wait for it, and have it made ready; gives the gate to pass then."""
         ...

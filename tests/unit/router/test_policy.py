@@ -80,6 +80,9 @@ class NoneCold:
     def is_coming(self, model_version: str) -> bool:
         return False
 
+    def is_awaited(self, model_version: str) -> bool:
+        return False
+
     def hold(self, model_version: str) -> contextlib.AbstractContextManager[asyncio.Semaphore]:
         raise AssertionError("nothing is cold")
 
