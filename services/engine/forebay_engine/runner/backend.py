@@ -4,9 +4,9 @@ A back end hands over what it has and asks the engine for more when that is take
 late gets the same in fewer and larger parts, and nothing piles up but the answer itself.
 """
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import NamedTuple, Protocol
 
 from forebay.inference.v1 import inference_service_pb2 as pb
@@ -36,6 +36,32 @@ class Loaded:
     can_sleep: bool
 
 
+class Mode(StrEnum):
+    """How an answer is taken up: see `forebay.inference.v1.ResumeMode`."""
+
+    PREFILL = "prefill"
+    REPLAY = "replay"
+
+
+@dataclass(slots=True, eq=False)
+class Resumption:
+    """What the caller of a call has of its answer, from a runner that did not finish it.
+
+    The back end gives the answer from its beginning, as if it had said all of it; what was
+    delivered is cut off behind it. It counts each token once.
+    """
+
+    tokens: Mapping[int, Sequence[int]]
+    """What was delivered, by choice."""
+    texts: Mapping[int, str]
+    """The text of it, by choice."""
+    asked: Mode | None = None
+    is_plain: bool = True
+    """Nothing but sampling options and the engine's tokens make up the text."""
+    mode: Mode | None = None
+    """How the back end went about it. A call that had to replay anything was replayed."""
+
+
 @dataclass(slots=True)
 class Call:
     """One call, and what happens to it: its back end fills in times and counts as they are known.
@@ -53,6 +79,7 @@ class Call:
     finish_reasons: list[str] = field(default_factory=list)
     generating: int = 0
     """Sequences of this call that the engine has not ended yet."""
+    resumption: Resumption | None = None
     on_generated: Callable[[], None] | None = None
     """Called when the last of them has ended: what is left of the answer need not wait any more."""
 

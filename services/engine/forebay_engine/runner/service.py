@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from enum import Enum
 from typing import Any, NoReturn
@@ -14,8 +15,9 @@ from forebay_common import metadata
 from forebay_common.errors import ForebayError, Reason
 
 from forebay_engine.runner import tracing
-from forebay_engine.runner.backend import Backend, Call, Delta, Frame, Logprob
+from forebay_engine.runner.backend import Backend, Call, Delta, Frame, Logprob, Mode
 from forebay_engine.runner.pacing import Ticker
+from forebay_engine.runner.resuming import take_up_events, take_up_text
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _FINISH = {"stop": pb.FINISH_REASON_STOP, "length": pb.FINISH_REASON_LENGTH}
@@ -46,6 +48,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
         self._calls_max = calls_max
         self._fingerprint = ""
         self._gate = Gate.LOADING
+        self.resumed: Counter[Mode] = Counter()
         self._calls = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -70,7 +73,11 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             self._ticker.stream(call) as stream,
         ):
             header: pb.AnswerHeader | None = self._header(call)
+            seam = take_up_text(request, call)
             deltas: AsyncGenerator[Delta, None] = self._backend.generate(request, call)
+            if seam is not None:
+                header = None
+                deltas = seam.rest_of(deltas)
             async with contextlib.aclosing(deltas):
                 async for text, tokens, logprobs, finish in deltas:
                     message = pb.GenerateResponse(header=header, text_delta=text, token_ids=tokens)
@@ -101,7 +108,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             self._call(context, operation=operation, model="") as call,
             self._ticker.stream(call) as stream,
         ):
-            first = True
+            seam = take_up_events(request, call)
+            first = seam is None
 
             async def send(frame: Frame) -> None:
                 nonlocal first
@@ -117,7 +125,9 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
                 if not frame.last and (tick := stream.wait()) is not None:
                     await tick
 
-            await self._backend.call_openai(request.path, request.body, call, send)
+            await self._backend.call_openai(
+                request.path, request.body, call, send if seam is None else seam.rest_to(send)
+            )
 
     @contextlib.contextmanager
     def _call(self, context: _Context, *, operation: str, model: str) -> Iterator[Call]:
@@ -145,6 +155,8 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             failure = Reason.INTERNAL.value
             raise
         finally:
+            if call.resumption is not None and call.resumption.mode is not None:
+                self.resumed[call.resumption.mode] += 1
             self._calls -= 1
             if self._calls == 0:
                 self._idle.set()

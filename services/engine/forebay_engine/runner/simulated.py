@@ -23,6 +23,7 @@ from forebay_engine.runner.backend import (
     Frame,
     Loaded,
     Logprob,
+    Mode,
     Phase,
     SendFrame,
 )
@@ -256,7 +257,7 @@ class SimulatedBackend:
     async def _stream_text(
         self, writer: openai.EventWriter, answer: "_Answer", call: Call, send: SendFrame
     ) -> None:
-        events = writer.opening(len(answer.sequence_ids))
+        events = writer.opening(answer.choices)
         tokens: list[tuple[int, Sequence[int]]] = []
         last = False
         while not last:
@@ -297,28 +298,33 @@ class SimulatedBackend:
         whole: bool = False,
     ) -> "_Answer":
         """Give the engine one sequence per choice. The answer must be ended, whatever happens."""
-        answer = _Answer(call, whole=whole)
+        answer = _Answer(call, choices=len(choices), whole=whole)
         try:
             for prompt, choice in zip(prompts, choices, strict=True):
                 left = max(1, self._limits.longest_sequence - len(prompt))
                 wanted = left if max_tokens is None else min(max_tokens, left)
+                is_first = choice.index % choices_per_prompt == 0
+                if is_first:
+                    call.prompt_tokens += len(prompt)
+                delivered = answer.take_up(choice, prompt, wanted, ignore_end=ignore_end)
+                if choice.finish is not None:
+                    continue
                 self._next_id += 1
                 self._engine.add(
                     planner.SequenceRequest(
                         sequence_id=self._next_id,
-                        prompt=tuple(prompt),
-                        max_tokens=wanted,
-                        min_tokens=choice.min_tokens,
+                        prompt=(*prompt, *delivered),
+                        max_tokens=wanted - len(delivered),
+                        min_tokens=max(0, choice.min_tokens - len(delivered)),
                         ignore_end=ignore_end,
                         seed=choice.seed,
                     )
                 )
-                is_first = choice.index % choices_per_prompt == 0
-                self._sequences[self._next_id] = _Sequence(answer, choice, is_first)
+                self._sequences[self._next_id] = _Sequence(
+                    answer, choice, len(prompt) if is_first else 0
+                )
                 answer.sequence_ids.append(self._next_id)
                 call.begin_sequence()
-                if is_first:
-                    call.prompt_tokens += len(prompt)
         except Refused as refused:
             self._end(answer)
             raise _translate(refused) from None
@@ -359,11 +365,12 @@ _LAG_S = 0.05
 
 
 class _Sequence(NamedTuple):
-    """Where the tokens of a sequence go. The first one of a prompt counts what was cached of it."""
+    """Where the tokens of a sequence go."""
 
     answer: "_Answer"
     choice: Choice
-    is_first: bool
+    prompt_tokens: int
+    """Of these the ones that were cached are counted: 0 but for the first choice of a prompt."""
 
 
 class _Answer:
@@ -372,7 +379,8 @@ class _Answer:
     A `whole` answer is taken once, when all of them have ended.
     """
 
-    def __init__(self, call: Call, *, whole: bool) -> None:
+    def __init__(self, call: Call, *, choices: int, whole: bool) -> None:
+        self.choices = choices
         self.sequence_ids: list[int] = []
         self.grown: dict[int, Choice] = {}
         self._call = call
@@ -386,8 +394,9 @@ class _Answer:
         call, choice = self._call, sequence.choice
         choice.add(emission)
         self.grown[choice.index] = choice
-        if emission.cached_tokens and sequence.is_first:
-            call.cached_tokens += emission.cached_tokens
+        if emission.cached_tokens and sequence.prompt_tokens:
+            # What was delivered of an answer may be cached as well, but is no part of the prompt.
+            call.cached_tokens += min(emission.cached_tokens, sequence.prompt_tokens)
         if emission.token is not None:
             call.completion_tokens += 1
         call.last_token_ns = now_ns
@@ -403,6 +412,40 @@ class _Answer:
             if not waiter.done():
                 waiter.set_result(None)
         return choice.finish is not None
+
+    def take_up(
+        self, choice: Choice, prompt: Sequence[int], most: int, *, ignore_end: bool
+    ) -> Sequence[int]:
+        """Let a choice grow by the tokens that were delivered of it, and return them.
+
+        Every state of an answer is a function of its tokens here, so that is all there is to it.
+        Raises Refused: no answer to this prompt has these tokens.
+        """
+        call = self._call
+        resumption = call.resumption
+        delivered = resumption.tokens.get(choice.index, ()) if resumption is not None else ()
+        if resumption is not None:
+            resumption.mode = Mode.PREFILL
+        if not delivered:
+            return delivered
+        if not tokenizer.is_vocabulary(delivered):
+            raise Refused("INVALID_ARGUMENT", "'resume' has a token id outside the vocabulary.")
+        context = language.fold(prompt)
+        for count, token in enumerate(delivered, start=1):
+            finish: planner.Finish | None = None
+            if token == tokenizer.END_OF_SEQUENCE and not ignore_end:
+                finish = planner.Finish.STOP
+            elif count >= most:
+                finish = planner.Finish.LENGTH
+            if choice.finish is not None:
+                raise Refused("UNSUPPORTED", "The answer ends before what was delivered of it.")
+            choice.add(planner.Emission(0, token, context, finish, 0))
+            context = language.extend(context, token)
+        self.grown[choice.index] = choice
+        call.completion_tokens += len(delivered)
+        if choice.finish is not None:
+            call.finish_reasons.append(choice.finish.value)
+        return delivered
 
     def waiter(self) -> asyncio.Future[None] | None:
         """Return what to await before there is something to take; None when there is already.

@@ -39,6 +39,10 @@ def end_span(span: trace.Span, call: Call, *, end_ns: int, model: str, failure: 
     )
     if call.finish_reasons:
         span.set_attribute("gen_ai.response.finish_reasons", tuple(call.finish_reasons))
+    resumption = call.resumption
+    if resumption is not None:
+        span.set_attribute("forebay.resume.mode", resumption.mode or "none")
+        span.set_attribute("forebay.resume.tokens", sum(map(len, resumption.tokens.values())))
     context = telemetry.context_of(span)
     tracer = telemetry.tracer()
     prefill_end = call.first_token_ns or end_ns
