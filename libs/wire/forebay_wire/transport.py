@@ -360,7 +360,9 @@ class Wire(asyncio.Protocol):
             return
         if self._pinged_at is not None and connection.carried_at >= self._pinged_at:
             self._pings = 0
-        must_be_shy = self._is_client and self._pings >= _PINGS_IN_SILENCE
+        must_be_shy = (
+            limits.pings_sparingly and self._is_client and self._pings >= _PINGS_IN_SILENCE
+        )
         silence_s = _LONG_SILENCE_S if must_be_shy else limits.keepalive_s
         if now - connection.heard_at >= silence_s:
             self._pings += 1

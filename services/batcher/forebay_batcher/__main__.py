@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import random
 import time
@@ -73,7 +74,14 @@ async def serve(
         # So many may leave each second: the connection is every caller's.
         nuisances_per_s=2.0 * config.streams_per_connection_max,
     )
-    pool = ClientPool(wire_limits)
+    pool = ClientPool(
+        dataclasses.replace(
+            wire_limits,
+            keepalive_s=config.keepalive_s,
+            keepalive_timeout_s=config.keepalive_timeout_s,
+            pings_sparingly=False,
+        )
+    )
     engine = EngineLoop(
         config.engine_address,
         replica=replica,

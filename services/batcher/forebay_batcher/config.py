@@ -100,6 +100,18 @@ class Config:
     engine_load_interval_ms: int = option(
         50, "Least time between two reports of load asked of the engine host.", minimum=1
     )
+    keepalive_s: float = option(
+        1.0,
+        "Silence of a runner with requests in flight after which it is pinged, in seconds.",
+        minimum=0.1,
+        maximum=3600,
+    )
+    keepalive_timeout_s: float = option(
+        3.0,
+        "Longest time a runner may take to answer a ping before it counts as lost, in seconds.",
+        minimum=0.1,
+        maximum=3600,
+    )
     engine_retry_s_max: float = option(
         1.0, "Longest wait before the engine host is called again, in seconds.", minimum=0.05
     )

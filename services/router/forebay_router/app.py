@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import random
 import ssl
@@ -64,7 +65,14 @@ async def serve(
     rng = random.Random()  # noqa: S311  # spreads load, guards nothing
     limits = _limits(config)
     channels = ChannelPool(max_message_bytes=limits.message_bytes)
-    pool = ClientPool(limits)
+    pool = ClientPool(
+        dataclasses.replace(
+            limits,
+            keepalive_s=config.keepalive_s,
+            keepalive_timeout_s=config.keepalive_timeout_s,
+            pings_sparingly=False,
+        )
+    )
     store = Store.open(common.etcd_endpoints)
     catalogue = CatalogueView(store, keys)
     fleet = Fleet(

@@ -132,6 +132,18 @@ class Config:
         minimum=0,
         maximum=3600,
     )
+    keepalive_s: float = option(
+        1.0,
+        "Silence of a replica with requests in flight after which it is pinged, in seconds.",
+        minimum=0.1,
+        maximum=3600,
+    )
+    keepalive_timeout_s: float = option(
+        3.0,
+        "Longest time a replica may take to answer a ping before it counts as lost, in seconds.",
+        minimum=0.1,
+        maximum=3600,
+    )
     max_in_flight: int = option(
         4096, "Most requests at once; more are refused with QUEUE_FULL.", minimum=1
     )

@@ -158,6 +158,7 @@ class StandIn(inference_rpc.InferenceServiceServicer, batcher_rpc.BatcherService
             yield inference.GenerateResponse(
                 header=inference.AnswerHeader(request_id="x", model_version=MODEL),
                 text_delta=f"t{n} ",
+                token_ids=[n],
                 usage=inference.Usage(prompt_tokens=2, completion_tokens=n + 1) if last else None,
             )
 
@@ -193,7 +194,9 @@ class StandIn(inference_rpc.InferenceServiceServicer, batcher_rpc.BatcherService
         try:
             if script.slow_s:
                 await asyncio.sleep(script.slow_s)
-            for n in range(script.tokens):
+            delivered = getattr(request, "resume", inference.ResumePoint()).tokens
+            done = len(delivered[0].token_ids) if delivered else 0
+            for n in range(done, script.tokens):
                 ends = script.error is None and not script.dies and not script.hangs
                 yield n, ends and n == script.tokens - 1
             if script.error is not None:

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from forebay.inference.v1 import inference_service_pb2 as inference
+from forebay_common import metadata as md
 from forebay_common.errors import ForebayError, Reason, from_rpc_error
 
 from .conftest import (
@@ -24,22 +25,31 @@ from .conftest import (
     a_refusal,
     eventually,
 )
-from .test_placement import replicas_of
+from .test_placement import explanation, replicas_of
 
+_numbers = itertools.count()
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
 
 
 async def ask(router: RunningRouter) -> float:
     """The seconds to the first token of an answer that came whole."""
     began, first = time.monotonic(), 0.0
+    request_id = f"req-{next(_numbers)}"
     call = router.inference.Generate(
-        inference.GenerateRequest(model="chat", text="hello"), timeout=WAIT_S
+        inference.GenerateRequest(model="chat", text="hello"),
+        timeout=WAIT_S,
+        metadata=((md.REQUEST_ID, request_id),),
     )
     parts = 0
-    async for _ in call:
-        first = first or time.monotonic() - began
-        parts += 1
-    assert parts, "an answer has tokens"
+    try:
+        async for _ in call:
+            first = first or time.monotonic() - began
+            parts += 1
+    except grpc.aio.AioRpcError:
+        # Shown when the test fails.
+        print(await explanation(router, request_id))
+        raise
+    assert parts == 3, "an answer has three tokens"
     return first
 
 

@@ -35,6 +35,9 @@ class Limits:
     """Silence on a connection with open streams after which the peer is pinged."""
     keepalive_timeout_s: float = 5.0
     """Longest time a peer may take to answer a ping."""
+    pings_sparingly: bool = True
+    """Ping a server that stays silent only twice in a row, then every five minutes: gRPC's own
+    servers take more for abuse."""
     connection_age_s: float = 1800.0
     """Age at which a server asks a client to connect anew, ± 10 %; 0 is never."""
     connection_age_grace_s: float = 600.0
