@@ -293,6 +293,7 @@ def want(path: str, body: dict[str, Any]) -> Wanted:
         (CHAT, a_chat(max_tokens=7, n=3), 7, 3),
         (CHAT, a_chat(max_tokens=7, max_completion_tokens=5), 5, 1),
         (COMPLETIONS, a_completion(), 16, 1),
+        (COMPLETIONS, a_completion(echo=True, max_tokens=0), 0, 1),
         (COMPLETIONS, a_completion(prompt=["a", "b"], n=2, max_tokens=9), 9, 4),
         (COMPLETIONS, a_completion(prompt=[1, 2, 3]), 16, 1),
         (COMPLETIONS, a_completion(prompt=[[1], [2, 3]]), 16, 2),

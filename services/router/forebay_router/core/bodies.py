@@ -133,7 +133,6 @@ class Choosing(Steering, kw_only=True, gc=False):
 
     stream_options: StreamOptions | None = None
     n: AtLeastOne | None = None
-    max_tokens: AtLeastOne | None = None
     min_tokens: NotNegative | None = None
     prompt_logprobs: NotNegative | None = None
     allowed_token_ids: list[NotNegative] | None = None
@@ -146,6 +145,7 @@ class ChatBody(Choosing, kw_only=True, gc=False):
     """`/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
+    max_tokens: AtLeastOne | None = None
     max_completion_tokens: AtLeastOne | None = None
     logprobs: bool | None = None
     top_logprobs: NotNegative | None = None
@@ -169,6 +169,8 @@ class CompletionBody(Choosing, kw_only=True, gc=False):
     """`/v1/completions`."""
 
     prompt: Prompts
+    max_tokens: NotNegative | None = None
+    """0 asks for the prompt alone, with `echo`."""
     best_of: AtLeastOne | None = None
     logprobs: NotNegative | None = None
     echo: bool | None = None

@@ -165,7 +165,7 @@ def _want_completion(body: CompletionBody, _: bytes, bounds: Bounds) -> Wanted:
     prompt = body.prompt
     _check_prompt(prompt, "prompt", bounds)
     _check_choosing(body, bounds)
-    max_tokens = body.max_tokens or _COMPLETION_TOKENS
+    max_tokens = _COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     _check_generated(max_tokens, "max_tokens", bounds)
     if body.best_of is not None:
         _check_most(body.best_of, "best_of", bounds.choices)
