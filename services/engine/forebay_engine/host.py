@@ -128,6 +128,14 @@ class Host:
             if keeper.state is not State.COLD
         ]
 
+    def resumed(self) -> list[tuple[str, str, int]]:
+        """Return the answers taken up, by model version and mode. Callable from any thread."""
+        return [
+            (version, mode, count)
+            for version, keeper in sorted(self._keepers.items())
+            for mode, count in keeper.resumed().items()
+        ]
+
     def _check(self, spec: pb.ModelSpec) -> str:
         """Return what identifies the answers of a specification; raises Refused."""
         check_model_version(spec.model_version)

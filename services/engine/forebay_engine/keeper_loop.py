@@ -195,6 +195,10 @@ class Keeper:
             status.load.age_ms = max(0, round((now - self._load_at) * 1000))
         return status
 
+    def resumed(self) -> dict[str, int]:
+        """Return how many answers its runner has taken up, by mode."""
+        return {"prefill": self._load.resumed_by_prefill, "replay": self._load.resumed_by_replay}
+
     async def _drain(self) -> None:
         if self.state is State.ACTIVE:
             self._apply(Event.DRAIN)

@@ -56,7 +56,14 @@ class _HostCollector(Collector):
                 phases.add_metric((model, name), phase.duration_ms / 1000)
             for name, family in (families | totals).items():
                 family.add_metric((model,), getattr(status.load, name))
-        yield from (state, restarts, phases, *families.values(), *totals.values())
+        resumed = CounterMetricFamily(
+            "forebay_engine_resumed",
+            "Answers of other runners that were taken up, by mode.",
+            labels=(*_LABELS, "mode"),
+        )
+        for model, mode, count in self._host.resumed():
+            resumed.add_metric((model, mode), count)
+        yield from (state, restarts, phases, resumed, *families.values(), *totals.values())
 
 
 def expose(host: Host) -> None:

@@ -38,6 +38,8 @@ class Load(msgspec.Struct, tag="load", frozen=True):
     prefix_queries_tokens: int = 0
     prefix_hits_tokens: int = 0
     generated_tokens: int = 0
+    resumed_by_prefill: int = 0
+    resumed_by_replay: int = 0
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
+import msgspec
 from forebay.engine.v1 import engine_service_pb2 as engine_pb
 from forebay.inference.v1 import inference_service_pb2 as pb
 from forebay.inference.v1 import inference_service_pb2_grpc as pb_grpc
@@ -23,7 +24,7 @@ from forebay_engine.adapters.profiles import load_profile
 from forebay_engine.core import link
 from forebay_engine.core.canary import Canary
 from forebay_engine.core.pace import Pace
-from forebay_engine.runner.backend import Backend, Loaded, Phase
+from forebay_engine.runner.backend import Backend, Loaded, Mode, Phase
 from forebay_engine.runner.canary import ask_canary
 from forebay_engine.runner.host_link import HostLink
 from forebay_engine.runner.pacing import Ticker
@@ -105,7 +106,7 @@ class _Runner:
             tasks = [
                 obedience,
                 failure,
-                asyncio.create_task(self._report_load(backend)),
+                asyncio.create_task(self._report_load(backend, servicer)),
                 asyncio.create_task(stopping.wait()),
             ]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -188,13 +189,19 @@ class _Runner:
         else:
             self._host.send(link.Done(command.name))
 
-    async def _report_load(self, backend: Backend) -> None:
+    async def _report_load(self, backend: Backend, servicer: InferenceServicer) -> None:
         """Tell the host the load while it changes, and at least every second that it is alive."""
         interval_s = self._config.load_interval_ms / 1000
         last: link.Load | None = None
         silent_s = 0.0
         while True:
             load = backend.load_now()
+            if resumed := servicer.resumed:
+                load = msgspec.structs.replace(
+                    load,
+                    resumed_by_prefill=resumed[Mode.PREFILL],
+                    resumed_by_replay=resumed[Mode.REPLAY],
+                )
             if load != last or silent_s >= _HEARTBEAT_S:
                 self._host.send(load)
                 last, silent_s = load, 0.0

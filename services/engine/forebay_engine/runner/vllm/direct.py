@@ -18,6 +18,7 @@ from vllm.sampling_params import RequestOutputKind
 from forebay_engine.runner.backend import Call, Delta, Logprob
 from forebay_engine.runner.vllm.engine_errors import translate
 from forebay_engine.runner.vllm.observed import CALL, note_output
+from forebay_engine.runner.vllm.taken_up import Asked, take_up
 
 _INPUTS_MAX = 2048
 _STOPS_MAX = 16
@@ -55,7 +56,12 @@ class DirectCalls:
         try:
             prompt = await self._render(request)
             params = self._sampling(request.sampling, len(prompt["prompt_token_ids"]))
-            outputs = self._engine.generate(prompt, params, call.request_id)
+            asked = Asked(prompt, params, call.request_id)
+            outputs = (
+                asked.results(self._engine)
+                if call.resumption is None
+                else take_up(self._engine, call.resumption, asked, first=0)
+            )
             started = False
             async with contextlib.aclosing(outputs):
                 async for output in outputs:

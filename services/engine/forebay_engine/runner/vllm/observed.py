@@ -11,9 +11,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
 
+from forebay_common.errors import ForebayError
 from vllm.engine.protocol import EngineClient
 
 from forebay_engine.runner.backend import Call
+from forebay_engine.runner.vllm.taken_up import Asked, take_up, without_forced
 
 
 class Observation:
@@ -42,6 +44,17 @@ class Observation:
         """End every stream that is still open, which makes the engine forget its requests."""
         for stream in self._streams:
             await stream.aclose()
+
+    def generate(self, engine: Any, asked: Asked) -> AsyncGenerator[Any, None]:
+        """Return the results of one engine request, which may have to take an answer up."""
+        resumption = self.call.resumption
+        if resumption is None:
+            return asked.results(engine)
+        try:
+            return take_up(engine, resumption, asked, first=self._choices)
+        except ForebayError as error:
+            self.error = error
+            raise
 
     def observe(
         self, outputs: AsyncGenerator[Any, None], choices: int
@@ -98,13 +111,14 @@ class ObservedEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
-        """Generate, observed."""
-        outputs = self._engine.generate(prompt, sampling_params, *args, **kwargs)
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> Any:
+        """Generate, observed; or take up what was delivered before."""
+        asked = Asked(prompt, without_forced(sampling_params), request_id, options)
         observation = CURRENT.get()
         if observation is None:
-            return outputs
-        return observation.observe(outputs, sampling_params.n)
+            return asked.results(self._engine)
+        outputs = observation.generate(self._engine, asked)
+        return observation.observe(outputs, asked.params.n)
 
     def encode(self, *args: Any, **kwargs: Any) -> Any:
         """Encode, observed."""
