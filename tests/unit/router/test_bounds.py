@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from forebay.inference.v1 import inference_service_pb2 as inference
-from forebay_router.core.bounds import Bounds
+from forebay_router.core.bounds import Bounds, listed_hosts
 from forebay_router.core.constraints import repeats
 from forebay_router.core.generate import check_embed, check_generate
 from forebay_router.core.media import is_listed
@@ -419,6 +419,15 @@ def test_any_other_url_is_refused(url: str) -> None:
     assert not is_listed(url, HOSTS)
     error = refused(CHAT, Bounds(media_hosts=HOSTS), messages=parts(an_image(url)))
     assert error.param == "messages[0].content[0].url"
+
+
+def test_hosts_are_listed_with_commas() -> None:
+    listed = " Images.example.com,internal.example.com:8443 ,,"
+    assert listed_hosts(listed) == HOSTS
+    assert listed_hosts("") == frozenset()
+    for wrong in ("https://a.com", "a.com/b", "*.a.com", "a b", "user@a.com", "a.com:x"):
+        with pytest.raises(ValueError, match="is not a host"):
+            listed_hosts(wrong)
 
 
 EVIL = "http://evil.com/a"

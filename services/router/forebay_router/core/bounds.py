@@ -7,6 +7,9 @@ What is named costs more than that: sequences, memory per token, or the compilin
 from __future__ import annotations
 
 import dataclasses
+import re
+
+_HOST = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?(?::[0-9]{1,5})?")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,3 +63,16 @@ class Bounds:
 
 BOUNDS = Bounds()
 """The defaults."""
+
+
+def listed_hosts(text: str) -> frozenset[str]:
+    """Hosts from a list with commas, such as `images.example.com, files.example.com:8443`.
+
+    Raises:
+        ValueError: an entry is no host.
+    """
+    hosts = frozenset(filter(None, (entry.strip().lower() for entry in text.split(","))))
+    for host in hosts:
+        if not _HOST.fullmatch(host):
+            raise ValueError(f"'{host}' is not a host or host:port")
+    return hosts

@@ -30,14 +30,6 @@ class Prompt(Protocol):
         prompt. None where it is token ids."""
 
 
-class _NoPrompt:
-    def prefix_bytes(self) -> bytes:
-        return b""
-
-    def texts(self) -> Iterable[str]:
-        return ()
-
-
 @dataclasses.dataclass(slots=True, eq=False)
 class Wanted:
     """A checked request. Not frozen: every request makes one, in a third of the time."""
@@ -47,7 +39,7 @@ class Wanted:
     """As the attribute `gen_ai.operation.name` has it."""
     prompt_tokens: int
     """Estimated where the prompt is text. Of all prompts together, each once."""
-    prompt: Prompt = _NoPrompt()  # noqa: RUF009
+    prompt: Prompt
     max_tokens: int | None = 0
     """Most tokens of each answer; None where only the model's context bounds it, 0 where nothing is
     generated."""

@@ -13,6 +13,8 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     # The tracker cleans up behind engines that end with their runner, and need not say so.
     "PYTHONWARNINGS": "ignore:resource_tracker:UserWarning",
+    # A listed host of media must not lead elsewhere.
+    "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
     # OpenAI's own limit; vLLM's default of 16384 would let one request fill the engine.
     "VLLM_MAX_N_SEQUENCES": "128",
 }
