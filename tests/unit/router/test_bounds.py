@@ -450,6 +450,7 @@ SOURCE = {"type": "image", "source": {"type": "url", "url": EVIL}}
         (RESPONSES, {"input": [{"output": [{"type": "input_image", "image_url": EVIL}]}]}),
         (RESPONSES, {"input": [{"output": {"type": "screenshot", "image_url": EVIL}}]}),
         (MESSAGES, {"messages": parts(SOURCE)}),
+        (MESSAGES, {"system": [SOURCE]}),
         (MESSAGES, {"messages": parts({"type": "tool_result", "content": [SOURCE]})}),
         (EMBEDDINGS, {"input": None, "messages": parts(an_image(EVIL))}),
         ("/pooling", {"messages": parts(an_image(EVIL))}),
@@ -488,6 +489,13 @@ def test_data_has_a_size() -> None:
         {"type": "image_embeds", "image_embeds": "A" * 101},
     ):
         assert "more than 100 characters" in refused(CHAT, bounds, messages=parts(part)).message
+
+
+def test_parts_without_an_end_are_not_looked_through() -> None:
+    part = {"type": "new", "a": [[]] * 100_001}
+    assert "more than 100000 entries" in refused(CHAT, messages=parts(part)).message
+    many = [{"type": "new", "a": [0] * 400}] * 300
+    assert refused(CHAT, messages=parts(*many)).param == "messages[0].content[248]"
 
 
 def test_prompts_of_the_other_protocols_are_known() -> None:

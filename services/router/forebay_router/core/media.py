@@ -18,6 +18,8 @@ _URL = re.compile(
     r"(?i:https?)://(?P<host>[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?)"
     r"(?::(?P<port>[0-9]{1,5}))?(?:[/?][!$-;=?-Z_a-z~\[\]]*)?"
 )
+_ENTRIES_MAX = 100_000
+"""Of all parts that are looked through: media are few fields and much data."""
 _USUAL_PORTS = {"http": "80", "https": "443"}
 _URLS = ("url", "image_url", "audio_url", "video_url", "file_url")
 _DATA = ("data", "file_data", "image_embeds", "audio_embeds", "video_embeds", "image_pil")
@@ -36,38 +38,48 @@ _NO_MEDIA = frozenset(
 )
 
 
-def check_contents(content: Any, field: str, bounds: Bounds) -> None:
-    """Check the parts of one message, decoded from JSON.
+class MediaCheck:
+    """Looks through the parts of one request's messages."""
 
-    Raises:
-        RefusedError: INVALID_ARGUMENT naming the part.
-    """
-    if isinstance(content, dict):
-        _check_part(content, field, bounds)
-    elif isinstance(content, list):
-        for index, part in enumerate(content):
-            if isinstance(part, dict):
-                _check_part(part, f"{field}[{index}]", bounds)
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._left = _ENTRIES_MAX
 
+    def contents(self, content: Any, field: str) -> None:
+        """Check the parts of one message, decoded from JSON.
 
-def _check_part(part: Mapping[str, Any], field: str, bounds: Bounds) -> None:
-    if part.get("type") in _NO_MEDIA and part.get("uuid") is None:
-        return
-    waiting: list[Any] = [part]
-    while waiting:
-        node = waiting.pop()
-        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-            if isinstance(value, dict):
-                # A tool's result holds parts again.
-                if value.get("type") not in _NO_MEDIA or value.get("uuid") is not None:
+        Raises:
+            RefusedError: INVALID_ARGUMENT naming the part.
+        """
+        if isinstance(content, dict):
+            self._part(content, field)
+        elif isinstance(content, list):
+            for index, part in enumerate(content):
+                if isinstance(part, dict):
+                    self._part(part, f"{field}[{index}]")
+
+    def _part(self, part: Mapping[str, Any], field: str) -> None:
+        if part.get("type") in _NO_MEDIA and part.get("uuid") is None:
+            return
+        bounds = self._bounds
+        waiting: list[Any] = [part]
+        while waiting:
+            node = waiting.pop()
+            self._left -= len(node)
+            if self._left < 0:
+                raise _wrong(field, f"and what is before it hold more than {_ENTRIES_MAX} entries")
+            for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+                if isinstance(value, dict):
+                    # A tool's result holds parts again.
+                    if value.get("type") not in _NO_MEDIA or value.get("uuid") is not None:
+                        waiting.append(value)
+                elif isinstance(value, list):
                     waiting.append(value)
-            elif isinstance(value, list):
-                waiting.append(value)
-            elif isinstance(value, str):
-                if key in _URLS:
-                    _check_url(value, f"{field}.{key}", bounds)
-                elif key in _DATA and len(value) > bounds.media_bytes:
-                    raise _over(f"{field}.{key}", bounds)
+                elif isinstance(value, str):
+                    if key in _URLS:
+                        _check_url(value, f"{field}.{key}", bounds)
+                    elif key in _DATA and len(value) > bounds.media_bytes:
+                        raise _over(f"{field}.{key}", bounds)
 
 
 def _check_url(url: str, field: str, bounds: Bounds) -> None:
@@ -76,8 +88,7 @@ def _check_url(url: str, field: str, bounds: Bounds) -> None:
             raise _over(field, bounds)
         return
     if not is_listed(url, bounds.media_hosts):
-        problem = "must be a data: URL, or name a host that is listed here"
-        raise RefusedError("INVALID_ARGUMENT", f"'{field}' {problem}.", param=field)
+        raise _wrong(field, "must be a data: URL, or name a host that is listed here")
 
 
 def is_listed(url: str, hosts: Set[str]) -> bool:
@@ -93,5 +104,8 @@ def is_listed(url: str, hosts: Set[str]) -> bool:
 
 
 def _over(param: str, bounds: Bounds) -> RefusedError:
-    problem = f"has more than {bounds.media_bytes} characters"
+    return _wrong(param, f"has more than {bounds.media_bytes} characters")
+
+
+def _wrong(param: str, problem: str) -> RefusedError:
     return RefusedError("INVALID_ARGUMENT", f"'{param}' {problem}.", param=param)

@@ -35,7 +35,7 @@ from forebay_router.core.bodies import (
 )
 from forebay_router.core.bounds import BOUNDS, Bounds
 from forebay_router.core.constraints import check_schema, check_structured_outputs
-from forebay_router.core.media import check_contents
+from forebay_router.core.media import MediaCheck
 from forebay_router.core.refusal import RefusedError
 from forebay_router.core.wanted import Wanted, estimate_tokens
 
@@ -218,9 +218,10 @@ def _want_responses(body: ResponsesBody, raw: bytes, bounds: Bounds) -> Wanted:
                 characters += len(output)
                 holds_media |= output[:1] != b'"'
         if holds_media:
+            check = MediaCheck(bounds)
             for index, entry in enumerate(_decode_any(raw)["input"]):
-                check_contents(entry.get("content"), f"input[{index}].content", bounds)
-                check_contents(entry.get("output"), f"input[{index}].output", bounds)
+                check.contents(entry.get("content"), f"input[{index}].content")
+                check.contents(entry.get("output"), f"input[{index}].output")
     return Wanted(
         body.model,
         "chat",
@@ -235,7 +236,10 @@ def _want_responses(body: ResponsesBody, raw: bytes, bounds: Bounds) -> Wanted:
 def _want_messages(body: MessagesBody, raw: bytes, bounds: Bounds) -> Wanted:
     characters = _check_messages(body.messages, raw, bounds)
     if body.system is not None:
-        characters += _count(body.system, "system", bounds)[0]
+        counted, holds_media = _count(body.system, "system", bounds)
+        characters += counted
+        if holds_media:
+            MediaCheck(bounds).contents(_decode_any(raw)["system"], "system")
     _check_sampling(body)
     _check_generated(body.max_tokens, "max_tokens", bounds)
     if body.stop_sequences:
@@ -344,8 +348,9 @@ def _check_messages(messages: list[Message], raw: bytes, bounds: Bounds) -> int:
         if message.tool_calls:
             characters += sum([len(bytes(call)) for call in message.tool_calls])
     if holds_media:
+        check = MediaCheck(bounds)
         for index, entry in enumerate(_decode_any(raw)["messages"]):
-            check_contents(entry.get("content"), f"messages[{index}].content", bounds)
+            check.contents(entry.get("content"), f"messages[{index}].content")
     return characters
 
 
@@ -376,7 +381,8 @@ def _check_sampling(body: Sampling) -> None:
 
 
 def _check_steering(body: Steering, bounds: Bounds) -> None:
-    _check_sampling(body)
+    if body.kv_transfer_params is not ABSENT or body.ec_transfer_params is not ABSENT:
+        _check_sampling(body)
     if body.stop:
         _check_stops(body.stop, "stop", bounds)
     if body.logit_bias is not None:
@@ -399,7 +405,7 @@ def _check_choosing(body: Choosing, bounds: Bounds) -> None:
         _check_count(len(body.logprob_token_ids), "logprob_token_ids", bounds.listed_tokens)
     if body.bad_words is not None:
         _check_count(len(body.bad_words), "bad_words", bounds.listed_tokens)
-    if is_given(body.response_format):
+    if body.response_format is not ABSENT and is_given(body.response_format):
         _check_format(body.response_format, "response_format", bounds)
 
 
@@ -460,9 +466,10 @@ def _check_scored(inputs: ScoreInputs, field: str, raw: bytes, bounds: Bounds) -
     )
     if any(not part.is_text for part in parts):
         given = _decode_any(raw)[field]
+        check = MediaCheck(bounds)
         for entry in given if isinstance(given, list) else [given]:
             if isinstance(entry, dict):
-                check_contents(entry.get("content"), f"{field}.content", bounds)
+                check.contents(entry.get("content"), f"{field}.content")
     return sum(map(len, score_texts(inputs)))
 
 
