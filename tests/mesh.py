@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,16 @@ class Mesh:
         self._environment: dict[str, str] = {}
         self._receiver: SpanReceiver | None = None
 
-    async def start(self, *specs: engine.ModelSpec, drain_timeout_s: float = 5) -> None:
-        """Start all but the replicas, with these model versions in the catalogue."""
+    async def start(
+        self,
+        *specs: engine.ModelSpec,
+        drain_timeout_s: float = 5,
+        router: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start all but the replicas, with these model versions in the catalogue.
+
+        `router` is what the router's environment has besides.
+        """
         self._receiver = SpanReceiver(SpanWriter(self.spans))
         collector = await self._receiver.listen("127.0.0.1:0")
         self._environment = {
@@ -71,6 +79,7 @@ class Mesh:
             "FOREBAY_DRAIN_TIMEOUT_S": str(drain_timeout_s),
             "FOREBAY_ROUTER_GRPC_LISTEN": "127.0.0.1:0",
             "FOREBAY_ROUTER_HTTP_LISTEN": "127.0.0.1:0",
+            "FOREBAY_ROUTER_OPEN": "true",
             "FOREBAY_REGISTRY_LISTEN": "127.0.0.1:0",
             "FOREBAY_REGISTRY_BOOTSTRAP": json.dumps([_put_version(spec) for spec in specs]),
             "FOREBAY_ENGINE_CANARY_DIR": str(self.directory / "canaries"),
@@ -80,7 +89,7 @@ class Mesh:
             "OTEL_BSP_SCHEDULE_DELAY": "100",
         }
         self.registry = self.spawn("registry")
-        self.router = self.spawn("router")
+        self.router = self.spawn("router", **(router or {}))
         addresses = await self._addresses("router")
         self.grpc, self.http = addresses["grpc"], addresses["http"]
 
@@ -284,11 +293,12 @@ async def running(
     namespace: str,
     *specs: engine.ModelSpec,
     drain_timeout_s: float = 5,
+    router: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Mesh]:
     """A mesh without replicas, ended afterwards."""
     mesh = Mesh(directory, etcd, namespace)
     try:
-        await mesh.start(*specs, drain_timeout_s=drain_timeout_s)
+        await mesh.start(*specs, drain_timeout_s=drain_timeout_s, router=router)
         yield mesh
     finally:
         await mesh.stop()

@@ -96,6 +96,7 @@ def _forebay(site: Site) -> Iterator[Serving]:
         "FOREBAY_DRAIN_TIMEOUT_S": "0",
         "FOREBAY_ROUTER_GRPC_LISTEN": "127.0.0.1:0",
         "FOREBAY_ROUTER_HTTP_LISTEN": "127.0.0.1:0",
+        "FOREBAY_ROUTER_OPEN": "true",
     }
     process = Pinned(
         [sys.executable, "-m", "forebay_router"],

@@ -119,6 +119,24 @@ class Keys:
         """One pool."""
         return self.pools + _part("pool", name)
 
+    @property
+    def api_keys(self) -> str:
+        """`router.v1.KeyRecord` of each API key."""
+        return f"{self.namespace}/keys/"
+
+    def api_key(self, key_id: str) -> str:
+        """One API key."""
+        return self.api_keys + _part("key_id", key_id)
+
+    @property
+    def tenants(self) -> str:
+        """`router.v1.Tenant` of each tenant."""
+        return f"{self.namespace}/tenants/"
+
+    def tenant(self, name: str) -> str:
+        """One tenant."""
+        return self.tenants + _part("name", name)
+
     def load(self, model_version: str) -> str:
         """The router that has a cold model version loaded, under its lease."""
         return f"{self.namespace}/loads/" + _tail("model_version", model_version)

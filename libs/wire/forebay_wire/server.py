@@ -86,6 +86,8 @@ class Server:
         """
         self.limits = limits or Limits()
         self._handlers = _Handlers()
+        self.authorize: Authorize | None = None
+        """Asked before a method that is not relayed is answered; raises ForebayError to refuse."""
         self.draining = False
         self.in_flight = 0
         self.held = Budget(self.limits.held_bytes)
@@ -268,6 +270,12 @@ class Server:
         if method is not None and self._relay is not None:
             _RelayedCall(self, self._relay, stream, request, method=method, deadline=deadline)
             return
+        if self.authorize is not None:
+            try:
+                self.authorize(request.path, request.fields)
+            except ForebayError as error:
+                _refuse(stream, error)
+                return
         handler = self._handlers.find(request.path)
         if handler is None:
             text = "There is no such method here."
@@ -288,6 +296,9 @@ class Server:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
+
+Authorize = Callable[[str, dict[str, str]], None]
+"""Gets a method's path and the text metadata of a call."""
 
 _METHODS_SERVICE = Method.GENERATE.path.split("/")[1]
 

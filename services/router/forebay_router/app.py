@@ -9,10 +9,13 @@ import random
 import ssl
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+from forebay.router.v1 import key_service_pb2_grpc as key_rpc
 from forebay.router.v1 import router_service_pb2_grpc as router_rpc
+from forebay_common.apikeys import KeySecrets, read_secrets
 from forebay_common.channel import ENVELOPE_BYTES, ChannelPool
-from forebay_common.config import CommonConfig
+from forebay_common.config import CommonConfig, ConfigError
 from forebay_common.discovery import Instance, Keys
 from forebay_common.lease import Lease
 from forebay_common.server import settle_heap
@@ -30,12 +33,16 @@ from prometheus_client import CollectorRegistry
 
 from forebay_router.adapters.batchers import ensure_model
 from forebay_router.adapters.catalogue import CatalogueView
+from forebay_router.adapters.keys import KeyStore, KeyView
 from forebay_router.adapters.openai import OpenAIFront
 from forebay_router.adapters.replicas import Fleet
 from forebay_router.cold_loop import Cold, claim_load
-from forebay_router.config import Config
+from forebay_router.config import PREFIX, Config
 from forebay_router.core.breakers import Breakers, Options
 from forebay_router.core.explain import Recent
+from forebay_router.gate import Gate, KeyGate, OpenGate, authorize
+from forebay_router.keys_service import SERVICE as KEYS
+from forebay_router.keys_service import KeyService
 from forebay_router.metrics import Metrics
 from forebay_router.policy import RouterPolicy
 from forebay_router.service import SERVICE as ROUTER
@@ -95,6 +102,11 @@ async def serve(
     )
     recent = Recent(limit=config.explain_requests)
     wire_metrics = WireMetrics()
+    secrets = _key_secrets(config)
+    keys_view = KeyView(store, keys, secrets) if secrets is not None else None
+    gate: Gate = (
+        OpenGate() if secrets is None or keys_view is None else KeyGate(keys_view.current, secrets)
+    )
     breakers = Breakers(_breaker_options(config))
     lease = Lease.open(store, common.lease_ttl_s)
     cold = Cold(
@@ -112,6 +124,7 @@ async def serve(
         catalogue,
         fleet,
         config,
+        gate=gate,
         cold=cold,
         breakers=breakers,
         metrics=metrics,
@@ -121,19 +134,30 @@ async def serve(
     relay = Relay(policy, pool, metrics=wire_metrics)
     server = Server(limits, tls=_tls(config, H2), rng=rng)
     server.serve(relay)
+    server.authorize = lambda path, metadata: authorize(gate, path, metadata)
     wire_metrics.register(registry)
     router_rpc.add_RouterServiceServicer_to_server(
         RouterService(catalogue, fleet, breakers, recent), server.grpc
     )
     server.offer(ROUTER)
+    key_rpc.add_KeyServiceServicer_to_server(
+        KeyService(KeyStore(store, keys), secrets), server.grpc
+    )
+    server.offer(KEYS)
     front = OpenAIFront(
-        relay, catalogue, registry, _http_limits(config), lambda: why_not_ready(catalogue, fleet)
+        relay,
+        catalogue,
+        registry,
+        _http_limits(config),
+        not_ready=lambda: why_not_ready(catalogue, fleet),
+        gate=gate,
     )
     wire_metrics.watch(server=server, pool=pool, http=front.server)
     try:
         async with asyncio.TaskGroup() as tasks:
             readiness = tasks.create_task(_report_readiness(server, catalogue, fleet))
-            following = [tasks.create_task(catalogue.run()), tasks.create_task(fleet.run())]
+            following = [] if keys_view is None else [tasks.create_task(keys_view.run())]
+            following += [tasks.create_task(catalogue.run()), tasks.create_task(fleet.run())]
             shared = config.share_ports
             bound = await server.listen(config.grpc_listen, reuse_port=shared)
             addresses = {"grpc": _advertised(bound, config)}
@@ -145,6 +169,7 @@ async def serve(
             if (metrics_bound := serve_metrics(config.metrics_listen)) is not None:
                 addresses["metrics"] = _advertised(metrics_bound, config)
             server.set_ready(ROUTER, True)
+            server.set_ready(KEYS, True)
             _log.info("serving on %s", ", ".join(f"{k} {v}" for k, v in addresses.items()))
             instance = Instance(
                 "router", common.instance_id, version_of("forebay-router"), addresses
@@ -181,6 +206,20 @@ async def _report_readiness(server: Server, catalogue: CatalogueView, fleet: Fle
         revision = fleet.revision
         server.set_ready(INFERENCE, not why_not_ready(catalogue, fleet))
         await fleet.changed(revision)
+
+
+def _key_secrets(config: Config) -> KeySecrets | None:
+    """The secrets of the operator's file; None for a router that is open."""
+    if config.open:
+        return None
+    variable = f"{PREFIX}_KEY_SECRET_FILE"
+    try:
+        text = Path(config.key_secret_file).read_text()
+        return read_secrets(text)
+    except OSError as error:
+        raise ConfigError(variable, f"cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(variable, str(error)) from None
 
 
 def _breaker_options(config: Config) -> Options:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 
-from forebay_common.config import option
+from forebay_common.config import ConfigError, option
 
 PREFIX = "FOREBAY_ROUTER"
 
@@ -19,6 +20,16 @@ class Config:
     )
     advertise_host: str = option(
         "", "Host that others reach this router by; the listening host when empty."
+    )
+    open: bool = option(
+        False,
+        "Let everybody in, without keys, as the tenant `default`; only while all addresses are on "
+        "the loopback.",
+    )
+    key_secret_file: str = option(
+        "",
+        "File with the secret that API keys are hashed with, the same for all routers; one per "
+        "line, the newest first. Needed unless `open`.",
     )
     default_timeout_s: float = option(
         600.0, "Deadline of a request that brings none, in seconds.", minimum=0.1, maximum=86400
@@ -265,3 +276,28 @@ class Config:
     explain_candidates: int = option(
         32, "Most candidates remembered of one placement.", minimum=1, maximum=10_000
     )
+
+    def __post_init__(self) -> None:
+        if not self.open and not self.key_secret_file:
+            raise ConfigError(
+                f"{PREFIX}_KEY_SECRET_FILE",
+                f"is needed, so that API keys can be checked; or set {PREFIX}_OPEN=true for a "
+                "local run that lets everybody in",
+            )
+        for name in ("grpc_listen", "http_listen", "metrics_listen"):
+            address = getattr(self, name)
+            if self.open and address and not _is_loopback(address):
+                raise ConfigError(
+                    f"{PREFIX}_{name.upper()}",
+                    f"must be on the loopback while {PREFIX}_OPEN lets everybody in",
+                )
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

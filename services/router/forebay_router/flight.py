@@ -9,6 +9,7 @@ from forebay_common.metadata import Metadata
 from forebay_wire.policy import Head
 from opentelemetry.trace import Span
 
+from forebay_router.core.access import Tenant
 from forebay_router.core.explain import Attempt, Record
 from forebay_router.core.wanted import Wanted
 
@@ -27,7 +28,7 @@ class Flight:
     place_span: Span | None = None
     deadline: float = 0.0
     wanted: Wanted | None = None
-    priority_class: str = ""
+    tenant: Tenant | None = None
     passed_on: Metadata = ()
     """What else of the caller's the next hop gets."""
     tries: list[Try] = dataclasses.field(default_factory=list)

@@ -35,6 +35,7 @@ from google.protobuf.message import DecodeError
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from forebay_router.config import Config
+from forebay_router.core.access import Scope, Tenant
 from forebay_router.core.breakers import Breakers, Verdict
 from forebay_router.core.budgets import AttemptBudget
 from forebay_router.core.explain import Attempt, Recent, Record, most_telling
@@ -48,6 +49,7 @@ from forebay_router.core.retry import RETRIES, Failure, Most, is_budgeted, judge
 from forebay_router.core.retry import Verdict as Next
 from forebay_router.core.wanted import MAX_MODEL_CHARS, Wanted, digest_of
 from forebay_router.flight import Flight, Try
+from forebay_router.gate import Gate
 from forebay_router.metrics import UNKNOWN_MODEL, Metrics
 from forebay_router.ports import CatalogueSource, ColdModels, ReplicaSource
 
@@ -55,7 +57,7 @@ from forebay_router.ports import CatalogueSource, ColdModels, ReplicaSource
 _GENERATE, _EMBED, _CALL_OPENAI = Method.GENERATE, Method.EMBED, Method.CALL_OPENAI
 _SERVER = SpanKind.SERVER
 _WELL, _FAULT, _NOTHING = Verdict.WELL, Verdict.FAULT, Verdict.NOTHING
-_LABELS = (md.TENANT, md.SESSION)
+_INFERENCE = Scope.INFERENCE
 _LABEL = re.compile(r"[\x21-\x7e]([\x20-\x7e]{0,254}[\x21-\x7e])?")
 _TOLD_EVERY_S = 1.0
 
@@ -69,6 +71,7 @@ class RouterPolicy(Policy):
         fleet: ReplicaSource,
         config: Config,
         *,
+        gate: Gate,
         cold: ColdModels,
         breakers: Breakers,
         metrics: Metrics,
@@ -81,6 +84,7 @@ class RouterPolicy(Policy):
         self._fleet = fleet
         self._ledger = fleet.ledger
         self._down = fleet.down
+        self._gate = gate
         self._cold = cold
         self._breakers = breakers
         self._metrics = metrics
@@ -109,10 +113,12 @@ class RouterPolicy(Policy):
         flight = self._begin(head, message)
         try:
             self._check_room()
+            identity = self._gate.identify(head.metadata)
+            if _INFERENCE not in identity.scopes:
+                identity.require(_INFERENCE)
             flight.deadline = self._deadline_of(head, flight.started_s)
             flight.wanted = wanted = _check(head, message)
-            flight.record.requested_model = wanted.model
-            flight.passed_on = _passed_on(head, wanted)
+            self._note(flight, wanted, identity.tenant)
             if flight.span is not None:
                 flight.span.set_attribute("gen_ai.operation.name", wanted.operation)
             if not self._catalogue.is_listed:
@@ -126,6 +132,24 @@ class RouterPolicy(Policy):
             return self._route(flight, placement.chosen, placement)
         except Exception as failure:
             raise self._refuse(flight, failure) from None
+
+    def _note(self, flight: Flight, wanted: Wanted, tenant: Tenant) -> None:
+        """What the tenant may ask, it asks in its own name."""
+        flight.tenant = tenant
+        head, record = flight.head, flight.record
+        record.requested_model = wanted.model
+        record.prompt_tokens = wanted.prompt_tokens
+        record.priority_class = priority_class = _class_of(head)
+        if tenant.may_ask is not None or tenant.priority_classes:
+            tenant.check(wanted.model, priority_class)
+        named = head.metadata.get(md.TENANT) if self._gate.is_open else tenant.name
+        record.tenant = named or tenant.name
+        flight.passed_on = (
+            (md.CLASS, priority_class),
+            (md.PROMPT_TOKENS, str(wanted.prompt_tokens)),
+            *_label(md.TENANT, named),
+            *_label(md.SESSION, head.metadata.get(md.SESSION)),
+        )
 
     async def _admit_later(self, flight: Flight) -> Route:
         try:
@@ -564,25 +588,24 @@ def _check(head: Head, message: bytes) -> Wanted:
     return wanted
 
 
-def _passed_on(head: Head, wanted: Wanted) -> md.Metadata:
-    """The metadata of the caller that the next hop gets, checked."""
-    given = head.metadata
-    priority_class = given.get(md.CLASS, md.CLASSES[0])
+def _class_of(head: Head) -> str:
+    priority_class = head.metadata.get(md.CLASS)
+    if priority_class is None:
+        return md.CLASSES[0]
     if priority_class not in md.CLASSES:
         message = f"'{md.CLASS}' must be one of {', '.join(md.CLASSES)}."
         raise ForebayError(Reason.INVALID_ARGUMENT, message, param=md.CLASS)
-    passed_on: md.Metadata = (
-        (md.CLASS, priority_class),
-        (md.PROMPT_TOKENS, str(wanted.prompt_tokens)),
-    )
-    for key in _LABELS:
-        if key not in given:
-            continue
-        if not _LABEL.fullmatch(given[key]):
-            message = f"'{key}' must have 1 to 256 printable ASCII characters."
-            raise ForebayError(Reason.INVALID_ARGUMENT, message, param=key)
-        passed_on += ((key, given[key]),)
-    return passed_on
+    return priority_class
+
+
+def _label(key: str, value: str | None) -> md.Metadata:
+    """Metadata of the caller that goes on, checked."""
+    if value is None:
+        return ()
+    if not _LABEL.fullmatch(value):
+        message = f"'{key}' must have 1 to 256 printable ASCII characters."
+        raise ForebayError(Reason.INVALID_ARGUMENT, message, param=key)
+    return ((key, value),)
 
 
 def _as_error(failure: BaseException) -> ForebayError:

@@ -352,6 +352,7 @@ async def start_router(etcd: str, namespace: str) -> AsyncIterator[StartRouter]:
             instance_id=f"router-{len(running)}",
             drain_timeout_s=drain_timeout_s,
         )
+        options.setdefault("open", not options.get("key_secret_file"))
         config = Config(grpc_listen="127.0.0.1:0", http_listen="127.0.0.1:0", **options)
         stopping = asyncio.Event()
         started: asyncio.Future[Instance] = asyncio.get_running_loop().create_future()

@@ -179,6 +179,7 @@ async def test_the_process_drains_on_sigterm_and_exits_with_0(
             "FOREBAY_ETCD_ENDPOINTS": etcd,
             "FOREBAY_NAMESPACE": namespace,
             "FOREBAY_INSTANCE_ID": "process",
+            "FOREBAY_ROUTER_OPEN": "true",
             "FOREBAY_ROUTER_GRPC_LISTEN": "127.0.0.1:0",
             "FOREBAY_ROUTER_HTTP_LISTEN": "127.0.0.1:0",
         },

@@ -38,6 +38,7 @@ async def supervisor(
             "FOREBAY_ETCD_ENDPOINTS": etcd,
             "FOREBAY_NAMESPACE": namespace,
             "FOREBAY_INSTANCE_ID": "shared",
+            "FOREBAY_ROUTER_OPEN": "true",
             "FOREBAY_ROUTER_GRPC_LISTEN": "127.0.0.1:0",
             "FOREBAY_ROUTER_HTTP_LISTEN": "127.0.0.1:0",
             "FOREBAY_ROUTER_PROCESSES": str(PROCESSES),

@@ -5,6 +5,7 @@ from typing import Any, cast
 import pytest
 from forebay_common import metadata as md
 from forebay_router.adapters.openai import OpenAIFront
+from forebay_router.gate import OpenGate
 from forebay_wire.core.http1 import HttpLimits, RequestHead
 from forebay_wire.policy import Head
 from prometheus_client import CollectorRegistry
@@ -37,7 +38,13 @@ class FakeRelay:
 def metadata_of(**headers: str) -> dict[str, str]:
     relay = FakeRelay()
     front = OpenAIFront(
-        relay, cast("Any", None), CollectorRegistry(), HttpLimits(), lambda: (), clock=lambda: 0.0
+        relay,
+        cast("Any", None),
+        CollectorRegistry(),
+        HttpLimits(),
+        not_ready=lambda: (),
+        gate=OpenGate(),
+        clock=lambda: 0.0,
     )
     endpoint = front.server.find("POST", CHAT)
     endpoint.answer(

@@ -17,6 +17,7 @@ from forebay_router.core.explain import Recent
 from forebay_router.core.marks import Marks
 from forebay_router.core.place import Ledger, ModelLoad, Replica
 from forebay_router.core.resolve import Catalogue, Model
+from forebay_router.gate import OpenGate
 from forebay_router.metrics import Metrics
 from forebay_router.policy import RouterPolicy
 from forebay_wire.policy import Fail, Head, Method, Outcome, Progress, Retry, Route
@@ -109,11 +110,12 @@ class Router:
         self.registry = CollectorRegistry()
         self.fleet = Replicas(*replica_ids)
         self.recent = Recent(limit=10)
-        config = Config(max_in_flight=max_in_flight, no_replica_wait_s=no_replica_wait_s)
+        config = Config(open=True, max_in_flight=max_in_flight, no_replica_wait_s=no_replica_wait_s)
         self.policy = RouterPolicy(
             Models(listed=listed),
             self.fleet,
             config,
+            gate=OpenGate(),
             cold=NoneCold(),
             breakers=Breakers(),
             metrics=Metrics(self.registry),

@@ -32,7 +32,9 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 
 from forebay_router.adapters.catalogue import CatalogueView
 from forebay_router.adapters.error_shapes import ANTHROPIC_ERRORS, RESPONSES_ERRORS
+from forebay_router.core.access import Identity, scope_of_route
 from forebay_router.core.openai import PATHS
+from forebay_router.gate import Gate, require
 
 TIMEOUT = "x-request-timeout-s"
 # What is passed on, by the header it comes in; of two that mean the same, the last counts.
@@ -43,11 +45,11 @@ _PASSED_ON = tuple(
         (md.TENANT, md.TENANT),
         ("x-session-id", md.SESSION),
         (md.SESSION, md.SESSION),
-        (md.AUTHORIZATION, md.AUTHORIZATION),
     )
 )
 # Where Anthropic's clients put what others send as a bearer token.
 _API_KEY = b"x-api-key"
+_AUTHORIZATION = md.AUTHORIZATION.encode()
 _TRACE = tuple((key.encode(), key) for key in (md.TRACEPARENT, md.TRACESTATE))
 _MODELS = "/v1/models"
 _SECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
@@ -64,8 +66,9 @@ class OpenAIFront:
         catalogue: CatalogueView,
         registry_: CollectorRegistry,
         limits: HttpLimits,
-        not_ready: NotReady,
         *,
+        not_ready: NotReady,
+        gate: Gate,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`not_ready` gives the reasons why requests cannot be answered now; none when they can."""
@@ -74,6 +77,7 @@ class OpenAIFront:
         self._registry = registry_
         self._limits = limits
         self._not_ready = not_ready
+        self._gate = gate
         self._clock = clock
         self._routes: Mapping[str, Mapping[str, Endpoint]] = {
             **{
@@ -121,9 +125,7 @@ class OpenAIFront:
             value = http.text(header)
             if value is not None:
                 metadata[key] = value
-        api_key = http.text(_API_KEY)
-        if api_key is not None:
-            metadata.setdefault(md.AUTHORIZATION, f"Bearer {api_key}")
+        metadata.update(_key_of(http))
         for header, key in _TRACE:
             # What is no text of gRPC's would fail the request; a trace is not worth that.
             value = http.text(header)
@@ -146,18 +148,20 @@ class OpenAIFront:
         return self._clock() + float(timeout)
 
     def _list_models(self, exchange: Exchange) -> None:
-        answer_json(exchange, {"object": "list", "data": list(self._models().values())})
+        answer_json(exchange, {"object": "list", "data": list(self._models(exchange).values())})
 
     def _get_model(self, exchange: Exchange) -> None:
-        model = self._models().get(exchange.head.path.removeprefix(f"{_MODELS}/"))
+        model = self._models(exchange).get(exchange.head.path.removeprefix(f"{_MODELS}/"))
         if model is None:
             raise ForebayError(Reason.MODEL_NOT_FOUND, "The model does not exist.", param="model")
         answer_json(exchange, model)
 
-    def _models(self) -> dict[str, dict[str, Any]]:
+    def _models(self, exchange: Exchange) -> dict[str, dict[str, Any]]:
+        tenant = self._let_in(exchange).tenant
         if not self._catalogue.is_listed:
             raise ForebayError(Reason.STORE_UNAVAILABLE, "The models are not known yet.")
-        return list_models(self._catalogue.contract())
+        listed = list_models(self._catalogue.contract())
+        return {name: model for name, model in listed.items() if tenant.allows_model(name)}
 
     def _live(self, exchange: Exchange) -> None:
         answer_json(exchange, {"status": "ok"})
@@ -169,8 +173,26 @@ class OpenAIFront:
         else:
             answer_json(exchange, {"status": "ok"})
 
+    def _let_in(self, exchange: Exchange) -> Identity:
+        """Who asks; what asks models is checked by the relay's policy instead."""
+        identity = self._gate.identify(_key_of(exchange.head))
+        scope = scope_of_route(exchange.head.path)
+        if scope is not None:
+            require(identity, scope)
+        return identity
+
     def _metrics(self, exchange: Exchange) -> None:
+        self._let_in(exchange)
         exchange.answer(generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4)
+
+
+def _key_of(http: RequestHead) -> dict[str, str]:
+    """The key that a client shows, as metadata."""
+    bearer = http.text(_AUTHORIZATION)
+    if bearer is not None:
+        return {md.AUTHORIZATION: bearer}
+    api_key = http.text(_API_KEY)
+    return {} if api_key is None else {md.AUTHORIZATION: f"Bearer {api_key}"}
 
 
 def _errors_of(path: str) -> ErrorShape:

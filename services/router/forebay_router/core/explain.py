@@ -35,6 +35,16 @@ class Attempt:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
+class Wait:
+    """A time that a request did not spend at a replica."""
+
+    what: str
+    """`catalogue`, `replica`, `model`, `quota` or `retry`."""
+    waited_s: float
+    detail: str = ""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class Record:
     """One request."""
 
@@ -45,6 +55,14 @@ class Record:
     attempts: list[Attempt] = dataclasses.field(default_factory=list)
     outcome: str = ""
     """`succeeded`, `cancelled` or a reason; empty while it runs."""
+    tenant: str = ""
+    priority_class: str = ""
+    prompt_tokens: int = 0
+    via: str = ""
+    tier_reason: str = ""
+    waits: list[Wait] = dataclasses.field(default_factory=list)
+    began_s: float = 0.0
+    ended_s: float | None = None
 
 
 class Recent:

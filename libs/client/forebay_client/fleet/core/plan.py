@@ -178,6 +178,7 @@ def services(
             {
                 "FOREBAY_ROUTER_GRPC_LISTEN": addresses.router_grpc,
                 "FOREBAY_ROUTER_HTTP_LISTEN": addresses.router_http,
+                "FOREBAY_ROUTER_OPEN": "true",
             },
             addresses.router_grpc,
             # Its InferenceService is ready only once there are replicas.
