@@ -156,13 +156,9 @@ def _join(last: Any, event: Any) -> bool:
     if not choices or not more or len(choices) != 1 or len(more) != 1:
         return False
     first, second = choices[0], more[0]
-    if (
-        first["index"] != second["index"]
-        or first.get("finish_reason")
-        or "usage" in last != ("usage" in event)
-    ):
+    if first["index"] != second["index"] or first.get("finish_reason"):
         return False
-    if set(first) != set(second):
+    if not _grows(last.get("usage"), event.get("usage")) or set(first) != set(second):
         return False
     if "delta" in first:
         if set(first["delta"]) != {"content"} or set(second["delta"]) != {"content"}:
@@ -180,6 +176,13 @@ def _join(last: Any, event: Any) -> bool:
     if "usage" in event:
         last["usage"] = event["usage"]
     return True
+
+
+def _grows(usage: dict[str, int] | None, later: dict[str, int] | None) -> bool:
+    """Whether a count that is told with each event goes on; none may be told."""
+    if usage is None or later is None:
+        return usage is later
+    return later["completion_tokens"] > usage["completion_tokens"]
 
 
 def _join_texts(first: dict[str, Any], second: dict[str, Any]) -> bool:
