@@ -520,6 +520,31 @@ def test_prompts_of_the_other_protocols_are_known() -> None:
 NAMES = st.sampled_from(
     ["$ref", "properties", "enum", "pattern", "items", "anyOf", "schema", "url", "type", "content"]
 )
+
+
+def test_prompts_that_differ_in_no_text_have_other_names() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    data = {"type": "base64", "data": "AAAA"}
+    bodies: list[Wanted] = [
+        want(CHAT),
+        want(CHAT, tools=[a_tool({})]),
+        want(CHAT, tools=[a_tool({"type": "object"})]),
+        want(CHAT, messages=[TURN, {"role": "assistant"}]),
+        want(CHAT, messages=[TURN, {"role": "assistant", "tool_calls": [call]}]),
+        want(CHAT, messages=[TURN, {"role": "assistant", "tool_calls": [call, call]}]),
+        want(CHAT, messages=parts(an_image("data:image/png;base64,AAAA"))),
+        want(CHAT, messages=parts(an_image("data:image/png;base64,BBBB"))),
+        want(MESSAGES, messages=parts({"type": "image", "source": data})),
+        want(MESSAGES, messages=parts({"type": "image", "source": {**data, "data": "BBBB"}})),
+        want(MESSAGES, messages=parts({"type": "tool_use", "id": "1", "input": {"a": 1}})),
+        want(MESSAGES, messages=parts({"type": "tool_use", "id": "1", "input": {"a": 2}})),
+        want(MESSAGES, messages=parts({"type": "tool_result", "content": "One"})),
+        want(RESPONSES, input=[{"type": "function_call", "arguments": "{}"}]),
+        want(RESPONSES, input=[{"type": "function_call_output", "output": "One"}]),
+    ]
+    assert len({wanted.prompt.prefix_bytes() for wanted in bodies}) == len(bodies)
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, TypeAlias, cast
 
-import msgspec
 from forebay_common.prefixes import chat_bytes, text_bytes, token_bytes
 from msgspec import Meta, Raw, Struct
 
@@ -30,9 +29,6 @@ Prompts: TypeAlias = str | list[str | int | list[int]]
 
 ABSENT = Raw(b"null")
 """What a raw field is that was not given."""
-
-_encode = msgspec.json.Encoder().encode
-_decode = msgspec.json.Decoder().decode
 
 
 # What JSON makes holds no cycles, so the collector need not look at any of these.
@@ -61,6 +57,14 @@ class ContentPart(Struct, gc=False):
     text: str | None = None
     uuid: str | None = None
     """Names media that the engine may have already, and makes it look for media in any part."""
+    image_url: Raw = ABSENT
+    audio_url: Raw = ABSENT
+    video_url: Raw = ABSENT
+    input_audio: Raw = ABSENT
+    file: Raw = ABSENT
+    source: Raw = ABSENT
+    input: Raw = ABSENT
+    content: Raw = ABSENT
 
     @property
     def is_text(self) -> bool:
@@ -154,11 +158,7 @@ class ChatBody(Choosing, kw_only=True, gc=False):
 
     def prefix_bytes(self) -> bytes:
         """See `forebay_router.core.wanted.Prompt`."""
-        tools = _encode([_decode(tool) for tool in self.tools]) if self.tools else b""
-        return chat_bytes(
-            ((message.role, content_texts(message.content)) for message in self.messages),
-            tools=tools,
-        )
+        return chat_bytes(map(_turn, self.messages), tools=_tool_bytes(self.tools))
 
     def texts(self) -> Iterable[str]:
         """See `forebay_router.core.wanted.Prompt`."""
@@ -222,8 +222,7 @@ class ResponsesBody(Steering, kw_only=True, gc=False):
             turns.append(("user", (self.input,)))
         else:
             turns += [(item.role or "", _item_texts(item)) for item in self.input]
-        tools = _encode([_decode(tool) for tool in self.tools]) if self.tools else b""
-        return chat_bytes(turns, tools=tools)
+        return chat_bytes(turns, tools=_tool_bytes(self.tools))
 
     def texts(self) -> Iterable[str]:
         """See `forebay_router.core.wanted.Prompt`."""
@@ -242,11 +241,10 @@ class MessagesBody(Sampling, kw_only=True, gc=False):
 
     def prefix_bytes(self) -> bytes:
         """See `forebay_router.core.wanted.Prompt`."""
-        turns = [(message.role, content_texts(message.content)) for message in self.messages]
+        turns = list(map(_turn, self.messages))
         if self.system:
-            turns.insert(0, ("system", content_texts(self.system)))
-        tools = _encode([_decode(tool) for tool in self.tools]) if self.tools else b""
-        return chat_bytes(turns, tools=tools)
+            turns.insert(0, ("system", _prefix_texts(self.system)))
+        return chat_bytes(turns, tools=_tool_bytes(self.tools))
 
     def texts(self) -> Iterable[str]:
         """See `forebay_router.core.wanted.Prompt`."""
@@ -373,8 +371,46 @@ def _asked_last(messages: Sequence[Message | ResponseItem]) -> Iterable[str]:
     return content_texts(messages[-1].content) if messages else ()
 
 
+def _turn(message: Message) -> tuple[str, Iterable[str]]:
+    """A message as prefixes are named.
+
+    What is no text, and each call of a tool, stands as its JSON, as the caller wrote it: who sends a
+    conversation again writes it the same.
+    """
+    content = message.content
+    if isinstance(content, str) and not message.tool_calls:
+        return message.role, (content,)
+    return message.role, (
+        *_prefix_texts(content),
+        *(bytes(call).decode() for call in message.tool_calls or ()),
+    )
+
+
+def _prefix_texts(content: Content | None) -> Iterator[str]:
+    if isinstance(content, str):
+        yield content
+        return
+    for part in content or ():
+        if isinstance(part, str):
+            yield part
+            continue
+        if part.text is not None:
+            yield part.text
+        for field in _OTHER_FIELDS:
+            raw: Raw = getattr(part, field)
+            if raw is not ABSENT:
+                yield bytes(raw).decode()
+
+
+_OTHER_FIELDS = ContentPart.__struct_fields__[3:]
+
+
+def _tool_bytes(tools: list[Raw] | None) -> bytes:
+    return b",".join(map(bytes, tools)) if tools else b""
+
+
 def _item_texts(item: ResponseItem) -> Iterator[str]:
-    yield from content_texts(item.content)
+    yield from _prefix_texts(item.content)
     if item.arguments:
         yield item.arguments
     if is_given(item.output):
