@@ -374,7 +374,7 @@ def _asked_last(messages: Sequence[Message | ResponseItem]) -> Iterable[str]:
 def _turn(message: Message) -> tuple[str, Iterable[str]]:
     """A message as prefixes are named.
 
-    What is no text, and each call of a tool, stands as its JSON, as the caller wrote it: who sends a
+    What is no text, and each call of a tool, stands as its JSON as the caller wrote it: who sends a
     conversation again writes it the same.
     """
     content = message.content
