@@ -103,3 +103,20 @@ async def test_refused_call_says_why(tmp_path: Path, collector: Collector) -> No
             await anext(aiter(runner.Generate(inference.GenerateRequest(), metadata=sent)))
         spans = {span.name: span for span in await collector.until(2)}
     assert attributes_of(spans["generate"])["error.type"] == "INVALID_ARGUMENT"
+
+
+async def test_an_answer_that_is_taken_up_says_how(tmp_path: Path, collector: Collector) -> None:
+    async with running_host(tmp_path, [a_spec()]) as host:
+        runner = await host.runner()
+        request = inference.GenerateRequest(text="a secret river")
+        unsampled = ((metadata.TRACEPARENT, f"00-{TRACE}-{PARENT}-00"),)
+        call = runner.Generate(request, metadata=unsampled)
+        first, second = [message async for message in call][:2]
+        request.resume.text = first.text_delta + second.text_delta
+        request.resume.tokens.add(token_ids=[*first.token_ids, *second.token_ids])
+        sent = ((metadata.TRACEPARENT, f"00-{TRACE}-{PARENT}-01"),)
+        assert [message async for message in runner.Generate(request, metadata=sent)]
+        spans = {span.name: span for span in await collector.until(3)}
+    found = attributes_of(spans["generate"])
+    assert found["forebay.resume.mode"] == "prefill"
+    assert found["forebay.resume.tokens"] == len(request.resume.tokens[0].token_ids)
