@@ -35,10 +35,13 @@ CITY = {
     },
     "required": ["city", "country", "people"],
 }
-TOOL = {
-    "type": "function",
-    "function": {"name": "look_up_city", "description": "Looks a city up.", "parameters": CITY},
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 12}},
+    "required": ["city"],
 }
+TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}
+STRICT_TOOL = {"type": "function", "function": {**TOOL["function"], "strict": True}}
 METRICS = f"127.0.0.1:{free_port()}"
 Chat = rpc.InferenceServiceStub
 
@@ -266,25 +269,25 @@ async def test_a_named_tool_is_called_once(chat: Chat) -> None:
     whole = await check(
         chat,
         a_chat(
-            "Look Paris up.",
-            tools=[{**TOOL, "function": {**TOOL["function"], "strict": True}}],
-            tool_choice={"type": "function", "function": {"name": "look_up_city"}},
+            "What is the weather in Paris?",
+            tools=[STRICT_TOOL],
+            tool_choice={"type": "function", "function": {"name": "get_weather"}},
             temperature=0,
             max_tokens=60,
         ),
     )
     (tool,) = whole["choices"][0]["tools"].values()
-    assert tool["name"] == "look_up_city"
-    json.loads(tool["arguments"])
+    assert tool["name"] == "get_weather"
+    assert set(json.loads(tool["arguments"])) == {"city"}
 
 
 async def test_a_tool_that_the_parser_finds_is_called_once(chat: Chat) -> None:
     # This model is too small to choose a tool by itself; a grammar makes it write a call down.
-    wanted = '<tool_call>\n{"name": "look_up_city", "arguments": {"city": "Paris"}}\n</tool_call>'
+    wanted = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
     whole = await check(
         chat,
         a_chat(
-            "Look Paris up.",
+            "What is the weather in Paris?",
             tools=[TOOL],
             structured_outputs={"choice": [wanted]},
             temperature=0,
@@ -293,7 +296,7 @@ async def test_a_tool_that_the_parser_finds_is_called_once(chat: Chat) -> None:
         cuts=range(1, 25, 2),
     )
     tools = whole["choices"][0].get("tools", {})
-    assert [tool["name"] for tool in tools.values()] == ["look_up_city"]
+    assert [tool["name"] for tool in tools.values()] == ["get_weather"]
     assert json.loads(tools[0]["arguments"]) == {"city": "Paris"}
 
 

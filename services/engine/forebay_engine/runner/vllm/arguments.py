@@ -57,5 +57,4 @@ def vllm_arguments(spec: pb.ModelSpec, *, on_cpu: bool, kv_cache_bytes: int) -> 
         # The Hermes form is what most open chat models are trained on, and the parser leaves
         # answers without tool calls as they are.
         arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-        arguments += ["--logits-processors", "forebay_engine.runner.vllm.forced:ForcedTokens"]
     return arguments
