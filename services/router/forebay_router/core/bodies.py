@@ -7,9 +7,20 @@ looked at by its size, or only where there is a reason to, stays `Raw`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, TypeAlias, cast
+from typing import Annotated, TypeAlias
 
-from forebay_common.prefixes import chat_bytes, text_bytes, token_bytes
+from forebay_common.prompts import (
+    ABSENT,
+    Content,
+    ContentPart,
+    Prompts,
+    ResponseItem,
+    Turn,
+    chat_prompt,
+    completion_prompt,
+    messages_prompt,
+    responses_prompt,
+)
 from msgspec import Meta, Raw, Struct
 
 from forebay_router.core.wanted import MAX_MODEL_CHARS
@@ -24,11 +35,6 @@ Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 TopP: TypeAlias = Annotated[float, Meta(gt=0, le=1)]
 TopK: TypeAlias = Annotated[int, Meta(ge=-1)]
 Stops: TypeAlias = str | list[str]
-Prompts: TypeAlias = str | list[str | int | list[int]]
-"""One text, its token ids, or several of either."""
-
-ABSENT = Raw(b"null")
-"""What a raw field is that was not given."""
 
 
 # What JSON makes holds no cycles, so the collector need not look at any of these.
@@ -50,28 +56,6 @@ class StructuredOutputs(Struct, gc=False):
     whitespace_pattern: str | None = None
 
 
-class ContentPart(Struct, gc=False):
-    """A part of a message; which fields it has depends on its type."""
-
-    type: str | None = None
-    text: str | None = None
-    uuid: str | None = None
-    """Names media that the engine may have already, and makes it look for media in any part."""
-    image_url: Raw = ABSENT
-    audio_url: Raw = ABSENT
-    video_url: Raw = ABSENT
-    input_audio: Raw = ABSENT
-    file: Raw = ABSENT
-    source: Raw = ABSENT
-    input: Raw = ABSENT
-    content: Raw = ABSENT
-
-    @property
-    def is_text(self) -> bool:
-        """Whether no engine finds media in it."""
-        return self.type in _TEXT_TYPES and self.uuid is None
-
-
 _TEXT_TYPES = frozenset(
     (
         "text",
@@ -85,16 +69,12 @@ _TEXT_TYPES = frozenset(
     )
 )
 
-Content: TypeAlias = str | list[str | ContentPart]
 
-
-class Message(Struct, gc=False):
+class Message(Turn, gc=False):
     """One turn of a conversation."""
 
     role: Annotated[str, Meta(min_length=1)]
-    content: Content | None = None
     name: str | None = None
-    tool_calls: list[Raw] | None = None
     tool_call_id: str | None = None
 
 
@@ -158,7 +138,7 @@ class ChatBody(Choosing, kw_only=True, gc=False):
 
     def prefix_bytes(self) -> bytes:
         """See `forebay_router.core.wanted.Prompt`."""
-        return chat_bytes(map(_turn, self.messages), tools=_tool_bytes(self.tools))
+        return chat_prompt(self.messages, self.tools)
 
     def texts(self) -> Iterable[str]:
         """See `forebay_router.core.wanted.Prompt`."""
@@ -178,27 +158,11 @@ class CompletionBody(Choosing, kw_only=True, gc=False):
 
     def prefix_bytes(self) -> bytes:
         """See `forebay_router.core.wanted.Prompt`."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return text_bytes(prompt)
-        first = prompt[0]
-        if isinstance(first, str):
-            return text_bytes(first)
-        return token_bytes(first if isinstance(first, list) else cast("list[int]", prompt))
+        return completion_prompt(self.prompt)
 
     def texts(self) -> Iterable[str]:
         """See `forebay_router.core.wanted.Prompt`."""
         return _prompt_texts(self.prompt)
-
-
-class ResponseItem(Struct, gc=False):
-    """An entry of `input`: a message, a call of a tool, or what came of it."""
-
-    type: str | None = None
-    role: str | None = None
-    content: Content | None = None
-    arguments: str | None = None
-    output: Raw = ABSENT
 
 
 class ResponsesBody(Steering, kw_only=True, gc=False):
@@ -215,14 +179,7 @@ class ResponsesBody(Steering, kw_only=True, gc=False):
 
     def prefix_bytes(self) -> bytes:
         """See `forebay_router.core.wanted.Prompt`."""
-        turns: list[tuple[str, Iterable[str]]] = []
-        if self.instructions:
-            turns.append(("system", (self.instructions,)))
-        if isinstance(self.input, str):
-            turns.append(("user", (self.input,)))
-        else:
-            turns += [(item.role or "", _item_texts(item)) for item in self.input]
-        return chat_bytes(turns, tools=_tool_bytes(self.tools))
+        return responses_prompt(self.input, self.instructions, self.tools)
 
     def texts(self) -> Iterable[str]:
         """See `forebay_router.core.wanted.Prompt`."""
@@ -241,10 +198,7 @@ class MessagesBody(Sampling, kw_only=True, gc=False):
 
     def prefix_bytes(self) -> bytes:
         """See `forebay_router.core.wanted.Prompt`."""
-        turns = list(map(_turn, self.messages))
-        if self.system:
-            turns.insert(0, ("system", _prefix_texts(self.system)))
-        return chat_bytes(turns, tools=_tool_bytes(self.tools))
+        return messages_prompt(self.messages, self.system, self.tools)
 
     def texts(self) -> Iterable[str]:
         """See `forebay_router.core.wanted.Prompt`."""
@@ -338,9 +292,9 @@ class DetokenizeBody(_Unprefixed, kw_only=True, gc=False):
         return ()
 
 
-def is_given(raw: Raw) -> bool:
-    """Whether a raw field holds something."""
-    return raw is not ABSENT and bytes(raw) != b"null"
+def is_text(part: ContentPart) -> bool:
+    """Whether no engine finds media in a part."""
+    return part.type in _TEXT_TYPES and part.uuid is None
 
 
 def content_texts(content: Content | None) -> Iterator[str]:
@@ -369,52 +323,6 @@ def _asked_last(messages: Sequence[Message | ResponseItem]) -> Iterable[str]:
         if message.role == "user":
             return content_texts(message.content)
     return content_texts(messages[-1].content) if messages else ()
-
-
-def _turn(message: Message) -> tuple[str, Iterable[str]]:
-    """A message as prefixes are named.
-
-    What is no text, and each call of a tool, stands as its JSON as the caller wrote it: who sends a
-    conversation again writes it the same.
-    """
-    content = message.content
-    if isinstance(content, str) and not message.tool_calls:
-        return message.role, (content,)
-    return message.role, (
-        *_prefix_texts(content),
-        *(bytes(call).decode() for call in message.tool_calls or ()),
-    )
-
-
-def _prefix_texts(content: Content | None) -> Iterator[str]:
-    if isinstance(content, str):
-        yield content
-        return
-    for part in content or ():
-        if isinstance(part, str):
-            yield part
-            continue
-        if part.text is not None:
-            yield part.text
-        for field in _OTHER_FIELDS:
-            raw: Raw = getattr(part, field)
-            if raw is not ABSENT:
-                yield bytes(raw).decode()
-
-
-_OTHER_FIELDS = ContentPart.__struct_fields__[3:]
-
-
-def _tool_bytes(tools: list[Raw] | None) -> bytes:
-    return b",".join(map(bytes, tools)) if tools else b""
-
-
-def _item_texts(item: ResponseItem) -> Iterator[str]:
-    yield from _prefix_texts(item.content)
-    if item.arguments:
-        yield item.arguments
-    if is_given(item.output):
-        yield bytes(item.output).decode()
 
 
 def _prompt_texts(prompt: Prompts) -> Iterable[str]:

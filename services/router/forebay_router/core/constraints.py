@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
+from forebay_common.prompts import is_given
 
-from forebay_router.core.bodies import StructuredOutputs, is_given
+from forebay_router.core.bodies import StructuredOutputs
 from forebay_router.core.bounds import Bounds
 from forebay_router.core.refusal import RefusedError
 

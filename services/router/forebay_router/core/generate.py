@@ -11,7 +11,7 @@ from forebay.inference.v1.inference_service_pb2 import (
     GenerateRequest,
     SamplingOptions,
 )
-from forebay_common.prefixes import chat_bytes, text_bytes, token_bytes
+from forebay_common.prompts import generate_prompt
 
 from forebay_router.core.bounds import BOUNDS, Bounds
 from forebay_router.core.refusal import RefusedError
@@ -39,15 +39,7 @@ class _GeneratePrompt:
         self._request = request
 
     def prefix_bytes(self) -> bytes:
-        request = self._request
-        kind = request.WhichOneof("prompt")
-        if kind == "token_ids":
-            return token_bytes(request.token_ids.ids)
-        if kind == "messages":
-            return chat_bytes(
-                (message.role, (message.content,)) for message in request.messages.messages
-            )
-        return text_bytes(request.text)
+        return generate_prompt(self._request)
 
     def texts(self) -> Iterable[str]:
         request = self._request

@@ -7,21 +7,18 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, cast
 
 import msgspec
+from forebay_common.prompts import ABSENT, Content, ContentPart, Prompts, is_given
 from msgspec import Raw
 
 from forebay_router.core.bodies import (
-    ABSENT,
     ChatBody,
     Choosing,
     CompletionBody,
-    Content,
-    ContentPart,
     CountBody,
     DetokenizeBody,
     Message,
     MessagesBody,
     PooledBody,
-    Prompts,
     RerankBody,
     ResponsesBody,
     Sampling,
@@ -30,7 +27,7 @@ from forebay_router.core.bodies import (
     Steering,
     Stops,
     TokenizeBody,
-    is_given,
+    is_text,
     score_texts,
 )
 from forebay_router.core.bounds import BOUNDS, Bounds
@@ -368,7 +365,7 @@ def _count(content: Content | None, field: str, bounds: Bounds) -> tuple[int, bo
             characters += len(part)
             continue
         characters += len(part.text or "")
-        holds_media |= not part.is_text
+        holds_media |= not is_text(part)
     return characters, holds_media
 
 
@@ -464,7 +461,7 @@ def _check_scored(inputs: ScoreInputs, field: str, raw: bytes, bounds: Bounds) -
     parts: Iterable[ContentPart] = (
         part for entry in entries if not isinstance(entry, str) for part in entry.content
     )
-    if any(not part.is_text for part in parts):
+    if any(not is_text(part) for part in parts):
         given = _decode_any(raw)[field]
         check = MediaCheck(bounds)
         for entry in given if isinstance(given, list) else [given]:
