@@ -1,8 +1,9 @@
 """The fleet as this router sees it: who is listed in etcd, and what each replica says of itself.
 
 Each listed replica is watched over a stream of its own. A stream that ends marks its replica down
-at once; only a report over a newer stream takes the mark away. A lease that etcd lost does not
-remove a replica whose stream still speaks, within `unlisted_grace_s`.
+at once; only a report over a newer stream takes the mark away. What its engines have cached comes
+over another stream, whose end means nothing but that this is no longer known. A lease that etcd
+lost does not remove a replica whose stream still speaks, within `unlisted_grace_s`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import asyncio
 import dataclasses
 import logging
 import random
-from collections.abc import Sequence, Set
+import time
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import grpc
@@ -24,8 +26,9 @@ from forebay_common.discovery import Keys, View, from_json
 from forebay_common.store import Store
 from forebay_wire.client import ClientPool
 
+from forebay_router.adapters.caches import follow_cache
 from forebay_router.core.marks import Marks
-from forebay_router.core.place import Ledger, ModelLoad, Replica
+from forebay_router.core.place import ModelLoad, Placer, Replica
 
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 0.05
@@ -41,7 +44,9 @@ class _Member:
     unlisted: asyncio.TimerHandle | None = None
     """Runs while it is no longer listed in etcd."""
     call: Any = None
-    task: asyncio.Task[None] | None = None
+    tasks: list[asyncio.Task[None]] = dataclasses.field(default_factory=list)
+    reported: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    """Set at its next report, and replaced by another then."""
 
 
 class Fleet:
@@ -59,6 +64,9 @@ class Fleet:
         unlisted_grace_s: float,
         call_grace_s: float,
         rng: random.Random,
+        placer: Placer,
+        cache_interval_ms: int = 100,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`channels` carry watches, `pool` the requests. `call_grace_s` is how long calls in
         flight to a replica that left may go on."""
@@ -73,14 +81,16 @@ class Fleet:
         self._members: dict[str, _Member] = {}
         self._replicas: tuple[Replica, ...] | None = None
         self._marks = Marks()
-        self._ledger = Ledger()
+        self._placer = placer
+        self._cache_interval_ms = cache_interval_ms
+        self._clock = clock
         self._revision = 0
         self._changed = asyncio.Event()
 
     @property
-    def ledger(self) -> Ledger:
-        """This router's own requests on the replicas."""
-        return self._ledger
+    def placer(self) -> Placer:
+        """What places requests among them."""
+        return self._placer
 
     @property
     def down(self) -> Set[str]:
@@ -175,8 +185,12 @@ class Fleet:
     def _add(self, contract: batcher.Replica) -> None:
         member = _Member(contract.replica_id, contract, _translate(contract))
         self._members[member.replica_id] = member
-        self._ledger.note_report(member.replica)
-        member.task = asyncio.create_task(self._watch(member), name=f"watch {member.replica_id}")
+        self._placer.update(member.replica, self._clock())
+        replica_id = member.replica_id
+        member.tasks = [
+            asyncio.create_task(self._watch(member), name=f"watch {replica_id}"),
+            asyncio.create_task(self._follow_cache(member), name=f"cache of {replica_id}"),
+        ]
         self._bump()
         _log.info("replica %s joined", member.replica_id)
 
@@ -194,10 +208,10 @@ class Fleet:
         del self._members[member.replica_id]
         if member.unlisted is not None:
             member.unlisted.cancel()
-        if member.task is not None:
-            member.task.cancel()
+        for task in member.tasks:
+            task.cancel()
         self._marks.forget(member.replica_id)
-        self._ledger.forget(member.replica_id)
+        self._placer.remove(member.replica_id)
         self._bump()
         _log.info("replica %s left", member.replica_id)
 
@@ -231,11 +245,25 @@ class Fleet:
                 self._remove(member)
             await asyncio.sleep(backoff.next_s())
 
+    async def _follow_cache(self, member: _Member) -> None:
+        if not self._cache_interval_ms:
+            return
+        await follow_cache(
+            member.replica_id,
+            lambda: self._channels.get(member.replica.address),
+            self._placer,
+            changed=lambda: member.reported,
+            interval_ms=self._cache_interval_ms,
+            backoff_max_s=self._backoff_max_s,
+            rng=self._rng,
+        )
+
     def _hear(self, member: _Member, contract: batcher.Replica, epoch: int) -> None:
         member.reports = True
         self._take(member, contract)
         if self._marks.clear(member.replica_id, epoch):
             _log.info("replica %s is back", member.replica_id)
+            self._placer.returned(member.replica_id, self._clock())
             self._bump()
 
     def _take(self, member: _Member, contract: batcher.Replica) -> None:
@@ -245,7 +273,9 @@ class Fleet:
         if contract.address != before.address:
             # The listing decides where it is; a report only speaks of what it does.
             member.replica = dataclasses.replace(member.replica, address=before.address)
-        self._ledger.note_report(member.replica)
+        self._placer.update(member.replica, self._clock())
+        reported, member.reported = member.reported, asyncio.Event()
+        reported.set()
         self._replicas = None
         if _shape(before) != _shape(member.replica):
             self._bump()
@@ -280,9 +310,12 @@ def _translate(contract: batcher.Replica) -> Replica:
                 queued=model.queued,
                 in_flight=model.in_flight,
                 slots=model.slots,
+                waiting_tokens=model.waiting_prompt_tokens,
+                kv_usage=model.kv_cache_usage,
             )
             for model in contract.models
         },
+        pool=contract.pool,
     )
 
 
