@@ -50,7 +50,7 @@ __all__ = (
     "standing_of",
 )
 
-_HOLDERS, _IDLEST, _DRAWN = 3, 6, 2
+_HOLDERS, _IDLEST, _DRAWN = 3, 4, 2
 """Of those that have most of a prompt, by what engines tell and again by what was sent; of those
 that have least to do; at random."""
 _LOOKED_AT = 64

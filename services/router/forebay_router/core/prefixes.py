@@ -93,7 +93,9 @@ class PrefixIndex:
         if not held:
             return 0
         get = held.get
-        low, high = 0, len(names)
+        if not names or get(names[0], -inf) < since_s:
+            return 0
+        low, high = 1, len(names)
         while low < high:
             middle = (low + high) // 2
             if get(names[middle], -inf) >= since_s:
