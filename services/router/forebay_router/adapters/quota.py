@@ -228,7 +228,7 @@ class Quota:
     @property
     def held(self) -> int:
         """Accounts that are held here."""
-        return sum(account.held for account in self._books.accounts.values())
+        return sum(account.held for account in list(self._books.accounts.values()))
 
     @property
     def accounts(self) -> int:
