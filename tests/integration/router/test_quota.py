@@ -290,6 +290,56 @@ async def test_streams_of_a_killed_router_are_freed(start: Start) -> None:
     assert await holder.passes(tenant)
 
 
+async def test_of_a_hundred_at_once_as_many_run_as_may(start: Start) -> None:
+    nodes = await start(3)
+    tenant = a_tenant(concurrent=7)
+    running: list[tuple[Node, Hold]] = []
+
+    async def ask(node: Node) -> None:
+        with contextlib.suppress(ForebayError):
+            running.append((node, await node.reserve(tenant)))
+
+    for _ in range(3):
+        await asyncio.gather(*(ask(nodes[index % 3]) for index in range(100)))
+        assert len(running) == 7
+        for node, hold in running:
+            node.quota.settle(hold, 0)
+        running.clear()
+        meter = holder_of(nodes).quota._books.account("acme").meters[""]
+        await until(lambda meter=meter: meter.streams == 0)  # type: ignore[misc]
+
+
+async def test_a_holder_that_answers_too_late_is_not_waited_for(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lives, so nobody takes its account; those that ask let in their parts at most, and what
+    it let in too late is undone."""
+    nodes = await start(3, options=Options(timeout_s=0.5, tick_s=0.1))
+    tenant = a_tenant(requests_per_min=30)
+    assert await count(nodes, tenant, 3) == 3
+    holder = holder_of(nodes)
+    asker = next(node for node in nodes if node is not holder)
+    answers, late = holder.quota.exchange, asyncio.Event()
+
+    async def answer_late(request: Any) -> Any:
+        response = await answers(request)
+        await late.wait()
+        return response
+
+    monkeypatch.setattr(holder.quota, "exchange", answer_late)
+    began = time.monotonic()
+    passed = await count([asker], tenant, 40)
+    assert time.monotonic() - began < WAIT_S
+    # None, where the holder has told what it charged.
+    assert passed <= 11
+    monkeypatch.undo()
+    late.set()
+    assert holder_of(nodes) is holder
+    meter = holder.quota._books.account("acme").meters[""]
+    # The next batch, which comes by itself, tells that nobody heard the last one.
+    await until(lambda: meter.requests >= 15)
+
+
 async def test_while_etcd_is_away_limits_stay_exact(
     start: Start, etcd_process: Callable[[], EtcdProcess]
 ) -> None:

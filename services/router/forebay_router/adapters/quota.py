@@ -444,13 +444,15 @@ class Quota:
         try:
             # What comes in the same turn of the loop goes together.
             await asyncio.sleep(0)
-            while link.waiting or link.owing:
+            while True:
                 items = [
                     link.waiting.popleft()
                     for _ in range(min(len(link.waiting), self._options.batch_most))
                 ]
                 accounts, link.owing = link.owing, {}
                 await self._exchange(router_id, link, items, accounts)
+                if not link.waiting and not link.owing:
+                    return
         finally:
             link.task = None
             for item in link.waiting:
@@ -687,6 +689,11 @@ class Quota:
             if account.held and self._quorate and self._owner(account.name)[0] != self._id:
                 self._books.release(account)
         self._send_owed(renewing=True)
+        for router_id, link in self._links.items():
+            # What was let in there with an answer that was lost is undone by another batch.
+            in_doubt = link.batch != link.heard_batch and router_id not in self._down
+            if in_doubt and self._address_of(router_id) is not None:
+                self._start(router_id)
         now = self._clock()
         self.figures.streams_expired += self._books.expire(now, self._options.streams_ttl_s)
         if now >= self._idle_at_s:
