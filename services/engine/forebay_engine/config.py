@@ -90,6 +90,19 @@ class Config:
         minimum=0,
         maximum=1000,
     )
+    cached_prefixes_max: int = option(
+        1 << 17,
+        "Most prefixes of prompts a runner knows of, to report those that are cached; about 60 for "
+        "each prompt of 4k tokens that the KV cache holds. 0 turns the report off.",
+        minimum=0,
+        maximum=1 << 20,
+    )
+    cached_blocks_max: int = option(
+        1 << 18,
+        "Most blocks of a KV cache that are followed for that report; blocks beyond are left out.",
+        minimum=1,
+        maximum=1 << 22,
+    )
     kv_cache_bytes: int = option(
         1 << 30,
         "KV cache of a vLLM runner on a CPU whose specification names none, in bytes.",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -285,6 +286,46 @@ def test_nothing_leaks_under_random_load(seed: int) -> None:
         assert engine.figures().running + engine.figures().waiting == len(live)
     run(engine)
     assert engine.figures().kv_cache_usage == 0, f"seed {seed}"
+
+
+class Heard:
+    """The blocks that can be found, by what was heard."""
+
+    def __init__(self) -> None:
+        self.blocks: set[int] = set()
+
+    def stored(self, block: int, parent: int | None) -> None:
+        assert block not in self.blocks
+        assert parent is None or parent in self.blocks
+        self.blocks.add(block)
+
+    def removed(self, block: int) -> None:
+        self.blocks.remove(block)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_who_listens_knows_which_blocks_can_be_found(seed: int) -> None:
+    rng = random.Random(seed)
+    engine = an_engine(kv_blocks=rng.randrange(8, 40), max_sequences=rng.randrange(1, 6))
+    heard = Heard()
+    engine.listen(heard)
+    prompts: list[Sequence[int]] = []
+    for number in range(1, 200):
+        if rng.random() < 0.5:
+            shared = tuple(range(rng.randrange(0, 60)))
+            prompt = (*shared, *(rng.randrange(9999) for _ in range(rng.randrange(1, 60))))
+            request = a_request(number, prompt=prompt, max_tokens=rng.randrange(0, 30))
+            prompts.append(engine.add(request))
+            assert len(prompts[-1]) == len(prompt) // BLOCK_TOKENS
+        if engine.plan_step(0.0) is not None:
+            engine.apply_step()
+        for blocks in prompts[-20:]:
+            found = engine._pool.count_known(blocks)
+            assert heard.blocks.issuperset(blocks[:found])
+            assert found == len(blocks) or blocks[found] not in heard.blocks
+    run(engine)
+    engine.forget_cache()
+    assert not heard.blocks
 
 
 def test_blocks_of_one_name_are_held_once() -> None:

@@ -7,12 +7,15 @@ late gets the same in fewer and larger parts, and nothing piles up but the answe
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from forebay.inference.v1 import inference_service_pb2 as pb
 from forebay_common.metadata import Usage
 
 from forebay_engine.core import link
+
+if TYPE_CHECKING:
+    from forebay_engine.runner.cache_report import CacheReport
 
 
 class Phase(Enum):
@@ -80,6 +83,9 @@ class Call:
     generating: int = 0
     """Sequences of this call that the engine has not ended yet."""
     resumption: Resumption | None = None
+    prompt: Callable[[], bytes] | None = None
+    """Writes its prompt out as `forebay_common.prefixes` names it, until that was taken; None where
+    it has none that engines keep."""
     on_generated: Callable[[], None] | None = None
     """Called when the last of them has ended: what is left of the answer need not wait any more."""
 
@@ -138,6 +144,11 @@ class Backend(Protocol):
 
     async def load(self, report: Callable[[Phase], None]) -> Loaded:
         """Load the model; report each phase as it begins."""
+        ...
+
+    def report_cache(self, report: "CacheReport") -> None:
+        """Tell of prompts that run and of what is cached, from now on; called before `load`. A back
+        end that cannot tell what is cached begins no report."""
         ...
 
     def generate(self, request: pb.GenerateRequest, call: Call) -> AsyncGenerator[Delta, None]:

@@ -9,10 +9,11 @@ from typing import NoReturn
 
 import msgspec
 from forebay.engine.v1 import engine_service_pb2 as engine_pb
+from forebay.engine.v1 import engine_service_pb2_grpc as engine_grpc
 from forebay.inference.v1 import inference_service_pb2 as pb
 from forebay.inference.v1 import inference_service_pb2_grpc as pb_grpc
+from forebay_common import cache_feed, telemetry
 from forebay_common import config as common_config
-from forebay_common import telemetry
 from forebay_common.errors import ForebayError, Reason
 from forebay_common.server import run as run_service
 from forebay_wire.core.limits import Limits
@@ -25,6 +26,7 @@ from forebay_engine.core import link
 from forebay_engine.core.canary import Canary
 from forebay_engine.core.pace import Pace
 from forebay_engine.runner.backend import Backend, Loaded, Mode, Phase
+from forebay_engine.runner.cache_report import CacheReport
 from forebay_engine.runner.canary import ask_canary
 from forebay_engine.runner.host_link import HostLink
 from forebay_engine.runner.pacing import Ticker
@@ -93,6 +95,17 @@ class _Runner:
         )
         pb_grpc.add_InferenceServiceServicer_to_server(servicer, server.grpc)
         server.offer(_SERVICE)
+        report = CacheReport(
+            self._spec.model_version,
+            names_max=self._config.cached_prefixes_max,
+            blocks_max=self._config.cached_blocks_max,
+        )
+        backend.report_cache(report)
+        engine_grpc.add_CacheServiceServicer_to_server(
+            cache_feed.CacheService(report.feed), server.grpc
+        )
+        server.offer(cache_feed.SERVICE)
+        server.set_ready(cache_feed.SERVICE, True)
         await server.listen(f"unix:{self._socket_path}")
         tasks: list[asyncio.Task[object]] = []
         grace_s = 0.0
@@ -107,6 +120,7 @@ class _Runner:
                 obedience,
                 failure,
                 asyncio.create_task(self._report_load(backend, servicer)),
+                asyncio.create_task(report.run()),
                 asyncio.create_task(stopping.wait()),
             ]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
@@ -13,6 +14,7 @@ from forebay.inference.v1 import inference_service_pb2 as pb
 from forebay.inference.v1 import inference_service_pb2_grpc as pb_grpc
 from forebay_common import metadata
 from forebay_common.errors import ForebayError, Reason
+from forebay_common.prompts import generate_prompt, openai_prompt
 
 from forebay_engine.runner import tracing
 from forebay_engine.runner.backend import Backend, Call, Delta, Frame, Logprob, Mode
@@ -72,6 +74,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             self._call(context, operation=operation, model=request.model) as call,
             self._ticker.stream(call) as stream,
         ):
+            call.prompt = functools.partial(generate_prompt, request)
             header: pb.AnswerHeader | None = self._header(call)
             seam = take_up_text(request, call)
             deltas: AsyncGenerator[Delta, None] = self._backend.generate(request, call)
@@ -108,6 +111,7 @@ class InferenceServicer(pb_grpc.InferenceServiceServicer):
             self._call(context, operation=operation, model="") as call,
             self._ticker.stream(call) as stream,
         ):
+            call.prompt = functools.partial(openai_prompt, request.path, request.body)
             seam = take_up_events(request, call)
             first = seam is None
 

@@ -27,6 +27,7 @@ from forebay_engine.runner.backend import (
     Phase,
     SendFrame,
 )
+from forebay_engine.runner.cache_report import CacheReport
 
 _STOPS_MAX = 16
 _LOGPROBS_MAX = 20
@@ -58,6 +59,7 @@ class SimulatedBackend:
         self._sequences: dict[int, _Sequence] = {}
         self._work = asyncio.Event()
         self._stepping: asyncio.Task[None] | None = None
+        self._report: CacheReport | None = None
 
     async def load(self, report: Callable[[Phase], None]) -> Loaded:
         """Take as long over each phase as the profile says."""
@@ -79,6 +81,13 @@ class SimulatedBackend:
             system_fingerprint=self._fingerprint,
             can_sleep=True,
         )
+
+    def report_cache(self, report: CacheReport) -> None:
+        """Tell of what the simulated cache gets and loses."""
+        if report.is_wanted and not self._embeds:
+            self._report = report
+            self._engine.listen(_Listener(report))
+            report.begin()
 
     async def generate(
         self, request: pb.GenerateRequest, call: Call
@@ -310,7 +319,7 @@ class SimulatedBackend:
                 if choice.finish is not None:
                     continue
                 self._next_id += 1
-                self._engine.add(
+                blocks = self._engine.add(
                     planner.SequenceRequest(
                         sequence_id=self._next_id,
                         prompt=(*prompt, *delivered),
@@ -325,11 +334,20 @@ class SimulatedBackend:
                 )
                 answer.sequence_ids.append(self._next_id)
                 call.begin_sequence()
+                if self._report is not None:
+                    self._note_prompt(self._report, call, len(prompt), blocks)
         except Refused as refused:
             self._end(answer)
             raise _translate(refused) from None
         self._work.set()
         return answer
+
+    def _note_prompt(
+        self, report: CacheReport, call: Call, tokens: int, blocks: Sequence[int]
+    ) -> None:
+        # What was delivered of an answer follows upon the prompt.
+        of_prompt = blocks[: tokens // BLOCK_TOKENS]
+        report.ran(call, tokens=tokens, blocks=lambda: of_prompt, block_tokens=BLOCK_TOKENS)
 
     def _end(self, answer: "_Answer") -> None:
         for sequence_id in answer.sequence_ids:
@@ -362,6 +380,24 @@ class SimulatedBackend:
 
 # How far a late timer may lag before the simulated clock stops catching up.
 _LAG_S = 0.05
+
+
+class _Listener:
+    """Passes on what the simulated cache gets and loses."""
+
+    def __init__(self, report: CacheReport) -> None:
+        self._report = report
+        self._cache = report.cache
+
+    def stored(self, block: int, parent: int | None) -> None:
+        """See `kv_cache.Listener`."""
+        self._cache.stored(block, parent)
+        self._report.wake()
+
+    def removed(self, block: int) -> None:
+        """See `kv_cache.Listener`."""
+        self._cache.removed(block)
+        self._report.wake()
 
 
 class _Sequence(NamedTuple):

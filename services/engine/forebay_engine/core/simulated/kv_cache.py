@@ -7,10 +7,21 @@ is needed: least recently released first.
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Protocol
 
 from forebay_engine.core.simulated.language import Context
 
 BLOCK_TOKENS = 16
+
+
+class Listener(Protocol):
+    """Hears of each block that becomes findable, and of each that no longer is."""
+
+    def stored(self, block: Context, parent: Context | None) -> None:
+        """A block can be found behind another one, or as the first."""
+
+    def removed(self, block: Context) -> None:
+        """A block cannot be found any more."""
 
 
 class BlockPool:
@@ -23,6 +34,7 @@ class BlockPool:
         self._holders: dict[Context, int] = {}
         self._idle: OrderedDict[Context, None] = OrderedDict()
         self._private = 0
+        self.listener: Listener | None = None
 
     @property
     def used(self) -> int:
@@ -48,19 +60,27 @@ class BlockPool:
             return False
         self._private += count
         while self.used + len(self._idle) > self.total:
-            self._idle.popitem(last=False)
+            name, _ = self._idle.popitem(last=False)
+            if self.listener is not None:
+                self.listener.removed(name)
         return True
 
-    def publish(self, name: Context) -> None:
+    def publish(self, name: Context, parent: Context | None = None) -> None:
         """Name a block that its sequence took and filled, and hold it by that name.
 
         A block of the same name that exists already is held instead, and the taken one is free.
+        `parent` is the block before it in its sequence.
         """
         self._private -= 1
+        if self.listener is not None and name not in self._holders and name not in self._idle:
+            self.listener.stored(name, parent)
         self.hold((name,))
 
     def forget_idle(self) -> None:
         """Make every idle block unfindable."""
+        if self.listener is not None:
+            for name in self._idle:
+                self.listener.removed(name)
         self._idle.clear()
 
     def release(self, names: Sequence[Context], *, private: int) -> None:

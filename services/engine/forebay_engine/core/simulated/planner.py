@@ -7,13 +7,14 @@ are computed in chunks.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
 from forebay_engine.core.refusal import Refused
 from forebay_engine.core.simulated import language
-from forebay_engine.core.simulated.kv_cache import BLOCK_TOKENS, BlockPool
+from forebay_engine.core.simulated.kv_cache import BLOCK_TOKENS, BlockPool, Listener
 from forebay_engine.core.simulated.language import Context
 from forebay_engine.core.simulated.profile import Profile
 from forebay_engine.core.simulated.tokenizer import END_OF_SEQUENCE, is_beyond_ascii
@@ -117,8 +118,12 @@ class Engine:
         self._prefix_hits = 0
         self._generated = 0
 
-    def add(self, request: SequenceRequest) -> None:
-        """Queue a sequence.
+    def listen(self, listener: Listener) -> None:
+        """Have somebody hear of what the prefix cache gets and loses."""
+        self._pool.listener = listener
+
+    def add(self, request: SequenceRequest) -> Sequence[Context]:
+        """Queue a sequence, and return the names of its prompt's full blocks.
 
         Raises Refused: CONTEXT_LENGTH_EXCEEDED when the prompt leaves no room for a token,
         QUEUE_FULL when as many wait as may.
@@ -150,6 +155,7 @@ class Engine:
         )
         self._sequences[request.sequence_id] = sequence
         self._waiting.append(sequence)
+        return tuple(names)
 
     def abort(self, sequence_id: int) -> bool:
         """Forget a sequence and free its slot and blocks at once. False when it is gone already."""
@@ -266,7 +272,8 @@ class Engine:
 
     def _publish_full_blocks(self, sequence: _Sequence) -> None:
         while (sequence.held + 1) * BLOCK_TOKENS <= sequence.computed:
-            self._pool.publish(sequence.names[sequence.held])
+            parent = sequence.names[sequence.held - 1] if sequence.held else None
+            self._pool.publish(sequence.names[sequence.held], parent)
             sequence.held += 1
             sequence.private -= 1
 

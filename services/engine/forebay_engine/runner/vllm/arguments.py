@@ -1,5 +1,7 @@
 """The arguments that a model specification means for vLLM."""
 
+import json
+
 from forebay.engine.v1 import engine_service_pb2 as pb
 
 _DTYPES = {pb.PRECISION_FP16: "float16", pb.PRECISION_BF16: "bfloat16"}
@@ -25,9 +27,24 @@ CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
 }
 
+CACHE_MESSAGES_MAX = 10_000
+"""So many events of the prefix cache wait at either end; then some are lost."""
+_CACHE_EVENTS = {
+    "enable_kv_cache_events": True,
+    "publisher": "zmq",
+    "hwm": CACHE_MESSAGES_MAX,
+    # Nobody asks for old ones again.
+    "buffer_steps": 1,
+}
 
-def vllm_arguments(spec: pb.ModelSpec, *, on_cpu: bool, kv_cache_bytes: int) -> list[str]:
-    """Return the command line of vLLM's OpenAI server for a specification."""
+
+def vllm_arguments(
+    spec: pb.ModelSpec, *, on_cpu: bool, kv_cache_bytes: int, cache_endpoint: str = ""
+) -> list[str]:
+    """Return the command line of vLLM's OpenAI server for a specification.
+
+    `cache_endpoint` is where events of the prefix cache go, as ZMQ names it; empty: nowhere.
+    """
     arguments = [
         *("--model", spec.artifact_path),
         *("--served-model-name", spec.model_version),
@@ -54,6 +71,9 @@ def vllm_arguments(spec: pb.ModelSpec, *, on_cpu: bool, kv_cache_bytes: int) -> 
         arguments += ["--runner", "pooling", "--no-enable-prefix-caching"]
     else:
         arguments.append("--enable-prefix-caching")
+        if cache_endpoint:
+            events = {**_CACHE_EVENTS, "endpoint": cache_endpoint}
+            arguments += ["--kv-events-config", json.dumps(events)]
         # The Hermes form is what most open chat models are trained on, and the parser leaves
         # answers without tool calls as they are.
         arguments += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]

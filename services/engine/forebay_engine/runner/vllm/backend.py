@@ -9,6 +9,7 @@ import gc
 import importlib
 import logging
 import os
+import tempfile
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from forebay_common.errors import ForebayError, Reason
 from forebay_engine.config import Config
 from forebay_engine.core import link
 from forebay_engine.runner.backend import Call, Delta, Loaded, Phase, SendFrame
+from forebay_engine.runner.cache_report import CacheReport
 from forebay_engine.runner.vllm.arguments import CPU_ENVIRONMENT, ENVIRONMENT, vllm_arguments
 from forebay_engine.runner.vllm.cores import give_way
 from forebay_engine.runner.vllm.openai_app import OpenAIApp
@@ -38,7 +40,13 @@ class VllmBackend:
         self._stats: Any = None
         self._app: OpenAIApp | None = None
         self._direct: Any = None
+        self._report: CacheReport | None = None
+        self._cache: Any = None
         self._embeds = spec.task == engine_pb.TASK_EMBED
+
+    def report_cache(self, report: CacheReport) -> None:
+        """Tell of what vLLM's core tells of its cache."""
+        self._report = report
 
     async def load(self, report: Callable[[Phase], None]) -> Loaded:
         """Import vLLM, start its processes, read the weights, and build its OpenAI app."""
@@ -47,24 +55,35 @@ class VllmBackend:
         engine_module = await asyncio.to_thread(
             importlib.import_module, "forebay_engine.runner.vllm.engine"
         )
+        cache_module = importlib.import_module("forebay_engine.runner.vllm.cache_events")
         direct_module = importlib.import_module("forebay_engine.runner.vllm.direct")
         on_cpu = engine_module.is_on_cpu()
         if on_cpu:
             _set_defaults(CPU_ENVIRONMENT)
-        arguments = vllm_arguments(
-            self._spec, on_cpu=on_cpu, kv_cache_bytes=self._config.kv_cache_bytes
-        )
         report(Phase.ENGINE_INIT)
-        with hear_phases(report):
-            built = await asyncio.to_thread(engine_module.build_engine, arguments)
-        self._engine, self._stats = built.engine, built.stats
-        if on_cpu:
-            give_way([process.pid for process in self._core_processes()])
+        assert self._report is not None, "report_cache comes first"
+        is_reported = self._report.is_wanted and not self._embeds
+        with tempfile.TemporaryDirectory(prefix="forebay-") as folder:
+            endpoint = f"ipc://{folder}/cache" if is_reported else ""
+            arguments = vllm_arguments(
+                self._spec,
+                on_cpu=on_cpu,
+                kv_cache_bytes=self._config.kv_cache_bytes,
+                cache_endpoint=endpoint,
+            )
+            with hear_phases(report):
+                built = await asyncio.to_thread(engine_module.build_engine, arguments)
+            self._engine, self._stats = built.engine, built.stats
+            if on_cpu:
+                give_way([process.pid for process in self._core_processes()])
+            self._cache = cache_module.EngineCache(self._report, block_tokens=built.block_tokens)
+            if is_reported:
+                await self._cache.follow(endpoint)
         self._app = OpenAIApp(
-            await engine_module.build_openai_app(built),
+            await engine_module.build_openai_app(built, self._cache),
             model=self._spec.model_version,
         )
-        self._direct = direct_module.DirectCalls(built.engine)
+        self._direct = direct_module.DirectCalls(built.engine, self._cache)
         # What is loaded now stays: otherwise a full collection looks through all of it, and every
         # stream pauses for half a second.
         gc.collect()
@@ -97,6 +116,7 @@ class VllmBackend:
     async def sleep(self) -> None:
         """Move the weights to host memory and forget the KV cache."""
         await self._engine.sleep(level=1)
+        self._cache.clear()
 
     async def wake(self) -> None:
         """Bring the weights back."""

@@ -16,6 +16,7 @@ from vllm.renderers.params import ChatParams
 from vllm.sampling_params import RequestOutputKind
 
 from forebay_engine.runner.backend import Call, Delta, Logprob
+from forebay_engine.runner.vllm.cache_events import EngineCache
 from forebay_engine.runner.vllm.engine_errors import translate
 from forebay_engine.runner.vllm.observed import CALL, note_output
 from forebay_engine.runner.vllm.taken_up import Asked, take_up
@@ -41,8 +42,9 @@ _SAME = (
 class DirectCalls:
     """Calls of the contract's own methods on one engine."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, cache: EngineCache) -> None:
         self._engine = engine
+        self._cache = cache
         self._renderer = engine.renderer
         self._context_tokens = engine.model_config.max_model_len
         self._defaults = engine.model_config.get_diff_sampling_param()
@@ -55,6 +57,7 @@ class DirectCalls:
         CALL.set(call)
         try:
             prompt = await self._render(request)
+            self._cache.note(call, prompt)
             params = self._sampling(request.sampling, len(prompt["prompt_token_ids"]))
             asked = Asked(prompt, params, call.request_id)
             outputs = (

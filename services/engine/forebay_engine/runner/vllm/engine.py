@@ -17,6 +17,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor import Executor
 
 from forebay_engine.runner.backend import Loaded
+from forebay_engine.runner.vllm.cache_events import EngineCache
 from forebay_engine.runner.vllm.observed import ObservedEngine, announce_end
 from forebay_engine.runner.vllm.stats import StepStats
 
@@ -28,6 +29,11 @@ class Built:
     engine: Any
     stats: StepStats
     arguments: Namespace
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of the KV cache."""
+        return int(self.engine.vllm_config.cache_config.block_size)
 
     def loaded(self, *, can_sleep: bool) -> Loaded:
         """Return what the engine turned out to be."""
@@ -80,11 +86,11 @@ def build_engine(command_line: list[str]) -> Built:
     return Built(engine, stats, arguments)
 
 
-async def build_openai_app(built: Built) -> Any:
+async def build_openai_app(built: Built, cache: EngineCache) -> Any:
     """Return vLLM's OpenAI app over the engine, which it reaches through `ObservedEngine`."""
     tasks = await built.engine.get_supported_tasks()
     app = build_app(built.arguments, tasks, built.engine.model_config)
-    engine = ObservedEngine(built.engine)
+    engine = ObservedEngine(built.engine, cache)
     await init_app_state(engine, app.state, built.arguments, tasks)
     # vLLM asks its HTTP server to stop when the engine is dead; the runner sees that by itself.
     app.state.server = SimpleNamespace(should_exit=False)

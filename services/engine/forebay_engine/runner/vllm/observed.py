@@ -15,7 +15,8 @@ from forebay_common.errors import ForebayError
 from vllm.engine.protocol import EngineClient
 
 from forebay_engine.runner.backend import Call
-from forebay_engine.runner.vllm.taken_up import Asked, take_up, without_forced
+from forebay_engine.runner.vllm.cache_events import EngineCache
+from forebay_engine.runner.vllm.taken_up import Asked, take_up, without_internals
 
 
 class Observation:
@@ -105,18 +106,20 @@ CALL: ContextVar[Call | None] = ContextVar("forebay_call", default=None)
 class ObservedEngine:
     """An engine client that forwards everything to another one, and lets calls be observed."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, cache: EngineCache) -> None:
         self._engine = engine
+        self._cache = cache
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> Any:
         """Generate, observed; or take up what was delivered before."""
-        asked = Asked(prompt, without_forced(sampling_params), request_id, options)
+        asked = Asked(prompt, without_internals(sampling_params), request_id, options)
         observation = CURRENT.get()
         if observation is None:
             return asked.results(self._engine)
+        self._cache.note(observation.call, prompt)
         outputs = observation.generate(self._engine, asked)
         return observation.observe(outputs, asked.params.n)
 

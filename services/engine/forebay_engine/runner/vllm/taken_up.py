@@ -32,6 +32,7 @@ _STATELESS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("repetition_detection", (None,)),
     ("detokenize", (True,)),
 )
+_INTERNAL = frozenset({FORCED, "kv_cache_report_mode"})
 _GREEDY_BELOW = 1e-5
 _INCOMPLETE = "\ufffd"
 
@@ -81,12 +82,14 @@ def take_up(
     return _replay_choices(engine, asked, choices)
 
 
-def without_forced(params: Any) -> Any:
-    """Return sampling options that force nothing: what callers may set is not for them to say."""
-    if not getattr(params, "extra_args", None) or FORCED not in params.extra_args:
+def without_internals(params: Any) -> Any:
+    """Return sampling options without what is not for callers to say, though they may set it:
+    tokens that are forced, and blocks of the cache that are told twice."""
+    extra = getattr(params, "extra_args", None)
+    if not extra or extra.keys().isdisjoint(_INTERNAL):
         return params
     cleaned = params.clone()
-    cleaned.extra_args = {k: v for k, v in params.extra_args.items() if k != FORCED}
+    cleaned.extra_args = {k: v for k, v in extra.items() if k not in _INTERNAL}
     return cleaned
 
 
