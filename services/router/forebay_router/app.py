@@ -40,6 +40,8 @@ from forebay_router.cold_loop import Cold, claim_load
 from forebay_router.config import PREFIX, Config
 from forebay_router.core.breakers import Breakers, Options
 from forebay_router.core.explain import Recent
+from forebay_router.core.place import Options as PlaceOptions
+from forebay_router.core.place import Placer
 from forebay_router.gate import Gate, KeyGate, OpenGate, authorize
 from forebay_router.keys_service import SERVICE as KEYS
 from forebay_router.keys_service import KeyService
@@ -92,6 +94,8 @@ async def serve(
         unlisted_grace_s=config.unlisted_grace_s,
         call_grace_s=config.max_timeout_s,
         rng=rng,
+        cache_interval_ms=config.cache_interval_ms,
+        placer=Placer(_place_options(config)),
     )
     metrics = Metrics(registry)
     metrics.watch_views(
@@ -220,6 +224,17 @@ def _key_secrets(config: Config) -> KeySecrets | None:
         raise ConfigError(variable, f"cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(variable, str(error)) from None
+
+
+def _place_options(config: Config) -> PlaceOptions:
+    return PlaceOptions(
+        slow_start_s=config.slow_start_s,
+        explore_share=config.explore_share,
+        prefixes_most=config.max_prefixes_per_replica,
+        prefixes_most_of_all=config.max_prefixes,
+        prefix_ttl_s=config.prefix_ttl_s,
+        pool_classes=config.classes_by_pool(),
+    )
 
 
 def _breaker_options(config: Config) -> Options:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
+from collections.abc import Mapping
 
 from forebay_common.config import ConfigError, option
+from forebay_common.metadata import CLASSES
 
 PREFIX = "FOREBAY_ROUTER"
 
@@ -89,6 +91,50 @@ class Config:
     )
     hedge_share: float = option(
         0.05, "Most second attempts, as a share of requests.", minimum=0, maximum=1
+    )
+    slow_start_s: float = option(
+        10.0,
+        "Time over which a replica that joins, or is back, comes to take its full number of "
+        "requests, in seconds.",
+        minimum=0,
+        maximum=3600,
+    )
+    explore_share: float = option(
+        0.005,
+        "Share of requests that go to a replica that seems slow, so that it is tried again.",
+        minimum=0,
+        maximum=1,
+    )
+    max_prefixes_per_replica: int = option(
+        20_000,
+        "Most names of cached prompt prefixes kept per replica and model version.",
+        minimum=0,
+        maximum=10_000_000,
+    )
+    max_prefixes: int = option(
+        1_000_000,
+        "Most names of cached prompt prefixes kept of all replicas, about 150 bytes each.",
+        minimum=0,
+        maximum=100_000_000,
+    )
+    prefix_ttl_s: float = option(
+        600.0,
+        "How long a prompt is taken to be cached where it was sent, in seconds, when the engine "
+        "does not tell.",
+        minimum=1,
+        maximum=86400,
+    )
+    cache_interval_ms: int = option(
+        100,
+        "Least time between two reports of a replica's prefix caches, in milliseconds; 0 asks for "
+        "none.",
+        minimum=0,
+        maximum=60_000,
+    )
+    pool_classes: str = option(
+        "",
+        "Classes that pools take, such as `batch=BATCH+BACKGROUND,chat=REALTIME`; a pool that is "
+        "not named takes all.",
     )
     faults_in_a_row: int = option(
         3, "Faults in a row that take a replica out.", minimum=1, maximum=1000
@@ -277,6 +323,10 @@ class Config:
         32, "Most candidates remembered of one placement.", minimum=1, maximum=10_000
     )
 
+    def classes_by_pool(self) -> Mapping[str, frozenset[str]]:
+        """`pool_classes`, read."""
+        return _classes(self.pool_classes)
+
     def __post_init__(self) -> None:
         if not self.open and not self.key_secret_file:
             raise ConfigError(
@@ -284,6 +334,7 @@ class Config:
                 f"is needed, so that API keys can be checked; or set {PREFIX}_OPEN=true for a "
                 "local run that lets everybody in",
             )
+        self.classes_by_pool()
         for name in ("grpc_listen", "http_listen", "metrics_listen"):
             address = getattr(self, name)
             if self.open and address and not _is_loopback(address):
@@ -291,6 +342,20 @@ class Config:
                     f"{PREFIX}_{name.upper()}",
                     f"must be on the loopback while {PREFIX}_OPEN lets everybody in",
                 )
+
+
+def _classes(text: str) -> Mapping[str, frozenset[str]]:
+    found: dict[str, frozenset[str]] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        pool, equals, names = part.partition("=")
+        classes = frozenset(names.split("+"))
+        if not pool or not equals or not classes <= set(CLASSES):
+            raise ConfigError(
+                f"{PREFIX}_POOL_CLASSES",
+                f"must be pool=CLASS+CLASS,… with classes of {', '.join(CLASSES)}",
+            )
+        found[pool] = classes
+    return found
 
 
 def _is_loopback(address: str) -> bool:

@@ -11,6 +11,7 @@ from opentelemetry.trace import Span
 
 from forebay_router.core.access import Tenant
 from forebay_router.core.explain import Attempt, Record
+from forebay_router.core.place import Ask, Ticket
 from forebay_router.core.wanted import Wanted
 
 
@@ -38,6 +39,7 @@ class Flight:
     attempts: int = 0
     """Those that began the answer anew."""
     resumes: int = 0
+    ask: Ask | None = None
     digest: bytes | None = None
     """Its name in the quarantine, while it is a suspect."""
     gate: asyncio.Semaphore | None = None
@@ -53,3 +55,4 @@ class Try:
     flight: Flight
     replica_id: str
     attempt: Attempt
+    ticket: Ticket

@@ -21,6 +21,7 @@ from forebay_common.telemetry import passed_on, start_child, start_span, trace_i
 from forebay_wire.policy import (
     Decision,
     Fail,
+    Finish,
     Head,
     Method,
     Outcome,
@@ -36,15 +37,21 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from forebay_router.config import Config
 from forebay_router.core.access import Scope, Tenant
-from forebay_router.core.breakers import Breakers, Verdict
+from forebay_router.core.breakers import Breakers, State, Verdict
 from forebay_router.core.budgets import AttemptBudget
-from forebay_router.core.explain import Attempt, Recent, Record, most_telling
+from forebay_router.core.explain import Attempt, Recent, Record, Wait, most_telling
 from forebay_router.core.generate import check_embed, check_generate
 from forebay_router.core.openai import check_openai
-from forebay_router.core.place import Placement, Replica, View, place
+from forebay_router.core.place import Ask, Exclusions, Placement, Replica
 from forebay_router.core.quarantine import CONDEMNED, Quarantine
 from forebay_router.core.refusal import RefusedError
 from forebay_router.core.resolve import Resolver
+from forebay_router.core.resume import (
+    Unresumable,
+    continue_generate,
+    continue_openai,
+    delivered_usage,
+)
 from forebay_router.core.retry import RETRIES, Failure, Most, is_budgeted, judge
 from forebay_router.core.retry import Verdict as Next
 from forebay_router.core.wanted import MAX_MODEL_CHARS, Wanted, digest_of
@@ -82,7 +89,7 @@ class RouterPolicy(Policy):
         self._catalogue = catalogue
         self._resolver = Resolver()
         self._fleet = fleet
-        self._ledger = fleet.ledger
+        self._placer = fleet.placer
         self._down = fleet.down
         self._gate = gate
         self._cold = cold
@@ -159,7 +166,7 @@ class RouterPolicy(Policy):
                 await self._listed(flight)
                 self._resolve(flight)
                 flight.place_span = start_child("place", flight.span)
-            placement = await self._place_waiting(flight)
+            placement = await self._place_waiting(flight, "replica")
             if placement.chosen is None:
                 self._end_place(flight, placement)
                 raise self._no_replica(flight)
@@ -175,8 +182,9 @@ class RouterPolicy(Policy):
         if span is not None:
             span.set_attribute("forebay.request_id", head.request_id)
         trace = passed_on(head.metadata, span)
-        record = Record(head.request_id, trace_id_of(trace))
-        return Flight(head, message, span, trace, record, self._clock())
+        began_s = self._clock()
+        record = Record(head.request_id, trace_id_of(trace), began_s=began_s)
+        return Flight(head, message, span, trace, record, began_s)
 
     def _enter(self, flight: Flight) -> None:
         self._in_flight.add(flight)
@@ -206,10 +214,12 @@ class RouterPolicy(Policy):
 
     async def _listed(self, flight: Flight) -> None:
         """Nothing may be called unknown before the catalogue was read once."""
-        until = min(flight.deadline, self._clock() + self._config.no_replica_wait_s)
+        began_s = self._clock()
+        until = min(flight.deadline, began_s + self._config.no_replica_wait_s)
         try:
-            async with asyncio.timeout(until - self._clock()):
+            async with asyncio.timeout(until - began_s):
                 await self._catalogue.ready()
+            flight.record.waits.append(Wait("catalogue", self._clock() - began_s))
         except TimeoutError:
             raise ForebayError(
                 Reason.STORE_UNAVAILABLE, "The models are not known yet.", retry_after_s=1
@@ -230,20 +240,38 @@ class RouterPolicy(Policy):
     def _place(self, flight: Flight, tried: Container[str]) -> Placement:
         now = self._clock()
         self._breakers.advance(now)
-        view = View(
-            flight.record.model_version,
-            self._ledger,
+        ask = flight.ask
+        if ask is None:
+            wanted = flight.wanted
+            assert wanted is not None, "a request is checked first"
+            ask = flight.ask = Ask(
+                flight.record.model_version,
+                wanted.prompt_tokens,
+                wanted.prompt.prefix_bytes,
+                flight.record.priority_class,
+                # Of an answer that comes whole, the first message is the last.
+                wanted.streams or wanted.max_tokens == 0,
+            )
+        exclusions = Exclusions(
             self._down,
-            tried,
             self._breakers.excluded,
+            tried,
             self._quarantine.occupied if flight.digest is not None else (),
         )
-        return place(self._fleet.replicas(), view, draw=self._rng)
+        return self._placer.choose(ask, now, self._rng, exclusions)
 
-    async def _place_waiting(self, flight: Flight) -> Placement:
+    async def _place_waiting(self, flight: Flight, what: str) -> Placement:
         """Wait for a replica: a little where one is missing, to the deadline where a model is being
-        loaded."""
+        loaded. Note what for."""
         began_s = self._clock()
+        wait = Wait(what, 0.0)
+        try:
+            return await self._await_place(flight, began_s, wait)
+        finally:
+            wait.waited_s = self._clock() - began_s
+            flight.record.waits.append(wait)
+
+    async def _await_place(self, flight: Flight, began_s: float, wait: Wait) -> Placement:
         version = flight.record.model_version
         until = min(flight.deadline, began_s + self._config.no_replica_wait_s)
         tried: Container[str] = flight.tried
@@ -258,11 +286,12 @@ class RouterPolicy(Policy):
                 if placement.chosen is not None:
                     if gate is None or await self._pass(flight, gate, until):
                         return placement if gate is None else self._place(flight, tried)
-                    return Placement(None, placement.weighed)
+                    return Placement(None, placement.candidates)
                 if gate is None and self._config.load_on_demand and self._cold.is_cold(version):
                     gate = held.enter_context(self._cold.hold(version))
                 if gate is not None or self._cold.is_coming(version):
                     until = min(flight.deadline, began_s + self._config.cold_wait_s)
+                    wait.what, wait.detail = "model", self._cold.phase(version)
                     if (error := self._cold.failure(version)) is not None:
                         raise error
                     self._tell(flight, began_s)
@@ -304,7 +333,7 @@ class RouterPolicy(Policy):
         if span is None:
             return
         if placement is not None:
-            span.set_attribute("forebay.candidates", len(placement.weighed))
+            span.set_attribute("forebay.candidates", len(placement.candidates))
             if placement.chosen is not None:
                 span.set_attribute("forebay.replica", placement.chosen.replica_id)
         span.end()
@@ -329,15 +358,24 @@ class RouterPolicy(Policy):
         head, record, replica_id = flight.head, flight.record, replica.replica_id
         wanted = flight.wanted
         assert wanted is not None, "a request is checked first"
-        self._ledger.begin(replica_id, record.model_version)
+        now = self._clock()
+        assert flight.ask is not None, "a request was placed"
+        ticket = self._placer.begin(flight.ask, placement, now)
         self._breakers.sent(replica_id)
         if flight.digest is not None:
             self._quarantine.enter(replica_id, flight.digest)
         flight.tried += (replica_id,)
-        kept = most_telling(placement.weighed, limit=self._config.explain_candidates)
-        attempt = Attempt(replica_id, kept, self._clock(), kind=kind)
+        kept = most_telling(placement.candidates, limit=self._config.explain_candidates)
+        attempt = Attempt(
+            replica_id,
+            kept,
+            now,
+            kind=kind,
+            predicted_ms=placement.predicted_ms,
+            placeable=placement.placeable,
+        )
         record.attempts.append(attempt)
-        this = Try(flight, replica_id, attempt)
+        this = Try(flight, replica_id, attempt, ticket)
         flight.tries.append(this)
         if kind == "resume":
             flight.resumes += 1
@@ -366,7 +404,8 @@ class RouterPolicy(Policy):
     def on_first(self, head: Head, route: Route, progress: Progress) -> None:
         """See `forebay_wire.policy.Policy`."""
         this: Try = route.context
-        this.attempt.first_message_s = self._clock()
+        this.attempt.first_message_s = now = self._clock()
+        self._placer.first(this.ticket, now)
         flight = this.flight
         if flight.gate is not None:
             self._open_gate(flight)
@@ -424,8 +463,17 @@ class RouterPolicy(Policy):
 
     async def _resume(self, flight: Flight, error: ForebayError, progress: Progress) -> Decision:
         assert progress.delivered is not None, "judged resumable"
-        continuation = "not_yet" if True else b""
-        if isinstance(continuation, str):
+        is_openai = flight.head.method is _CALL_OPENAI
+        continued = continue_openai if is_openai else continue_generate
+        continuation = continued(
+            flight.message, progress.delivered, most_bytes=self._most_message_bytes
+        )
+        if continuation is Unresumable.COMPLETE:
+            self._metrics.count_resume(continuation)
+            usage = delivered_usage(progress.delivered, is_openai=is_openai)
+            told = md.Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
+            return Finish(((md.USAGE, told.encode()),))
+        if isinstance(continuation, Unresumable):
             self._metrics.count_resume(continuation)
             return Fail(error)
         if self._is_condemned(flight):
@@ -442,7 +490,9 @@ class RouterPolicy(Policy):
         flight.place_span = start_child("place", flight.span)
         try:
             placement = (
-                await self._place_waiting(flight) if waits else self._place(flight, flight.tried)
+                await self._place_waiting(flight, "retry")
+                if waits
+                else self._place(flight, flight.tried)
             )
         except ForebayError:
             self._end_place(flight, None)
@@ -475,7 +525,8 @@ class RouterPolicy(Policy):
             return
         flight.tries.remove(this)
         replica_id, version = this.replica_id, flight.record.model_version
-        self._ledger.end(replica_id, version)
+        now = self._clock()
+        self._placer.end(this.ticket, now, succeeded=is_well)
         this.attempt.outcome = word
         self._metrics.count_attempt(word)
         if flight.digest is not None:
@@ -486,10 +537,10 @@ class RouterPolicy(Policy):
                 verdict = _FAULT
             if error.reason is Reason.REPLICA_LOST:
                 self._fleet.mark_down(replica_id)
-        state = self._breakers.ended(
-            replica_id, verdict, self._clock(), lambda: self._peers(version)
-        )
+        state = self._breakers.ended(replica_id, verdict, now, lambda: self._peers(version))
         if state is not None:
+            if state is State.CLOSED:
+                self._placer.returned(replica_id, now)
             self._metrics.count_breaker(state)
             self._fleet.nudge()
 
@@ -546,6 +597,7 @@ class RouterPolicy(Policy):
         if flight.gate is not None:
             self._open_gate(flight)
         flight.record.outcome = _word(outcome, error)
+        flight.record.ended_s = self._clock()
         self._count(flight, outcome, error, progress)
         self._end_place(flight, None)
         if flight.span is not None:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from forebay_common.errors import ForebayError
 
-from forebay_router.core.place import Ledger, Replica
+from forebay_router.core.place import Placer, Replica
 from forebay_router.core.resolve import Catalogue
 
 
@@ -34,8 +34,8 @@ class ReplicaSource(Protocol):
     """The last known replicas."""
 
     @property
-    def ledger(self) -> Ledger:
-        """This router's own requests on them; always the same ledger."""
+    def placer(self) -> Placer:
+        """What places requests among them; always the same."""
         ...
 
     @property

@@ -15,7 +15,7 @@ from forebay_router.adapters.catalogue import CatalogueView
 from forebay_router.adapters.replicas import Fleet
 from forebay_router.core.breakers import Breakers
 from forebay_router.core.explain import Attempt, Recent
-from forebay_router.core.place import Exclusion, Replica, View, exclusion_of
+from forebay_router.core.place import Exclusion, Replica, standing_of
 
 SERVICE = "forebay.router.v1.RouterService"
 _UINT32_MAX = 2**32 - 1
@@ -60,7 +60,7 @@ class RouterService(router_rpc.RouterServiceServicer):
             routed.append(
                 router.RoutedReplica(
                     replica=contract,
-                    in_flight=self._fleet.ledger.in_flight(replica.replica_id, replica.models),
+                    in_flight=self._fleet.placer.in_flight(replica.replica_id),
                     placeable=excluded is None,
                     excluded_reason=excluded.value if excluded is not None else "",
                 )
@@ -87,6 +87,16 @@ class RouterService(router_rpc.RouterServiceServicer):
             attempts=[_attempt(attempt) for attempt in record.attempts],
             outcome=record.outcome,
             trace_id=record.trace_id,
+            via=record.via,
+            tier_reason=record.tier_reason,
+            waits=[
+                router.Wait(what=wait.what, waited_ms=1000 * wait.waited_s, detail=wait.detail)
+                for wait in record.waits
+            ],
+            tenant=record.tenant,
+            priority_class=record.priority_class,
+            prompt_tokens=min(record.prompt_tokens, _UINT32_MAX),
+            duration_ms=1000 * record.duration_s(self._clock()),
         )
 
 
@@ -94,13 +104,13 @@ def exclusion_from_all(
     replica: Replica, fleet: Fleet, ejected: Container[str] = ()
 ) -> Exclusion | None:
     """Why no model of a replica can be placed there; None when one can."""
+    if replica.models and replica.replica_id in fleet.down:
+        return Exclusion.DOWN
     exclusion: Exclusion | None = Exclusion.MODEL_ABSENT
-    for model_version in replica.models:
-        exclusion = exclusion_of(
-            replica, View(model_version, fleet.ledger, fleet.down, ejected=ejected)
-        )
+    for load in replica.models.values():
+        exclusion = standing_of(replica, load)
         if exclusion is None:
-            return None
+            return Exclusion.EJECTED if replica.replica_id in ejected else None
     return exclusion
 
 
@@ -117,9 +127,16 @@ def _attempt(attempt: Attempt) -> router.Attempt:
                 replica_id=candidate.replica_id,
                 cost=candidate.cost,
                 excluded_reason=candidate.excluded.value if candidate.excluded else "",
+                queue_ms=candidate.queue_ms,
+                prefill_ms=candidate.prefill_ms,
+                other_ms=candidate.other_ms,
+                cached_tokens=candidate.cached_tokens,
             )
             for candidate in attempt.candidates
         ],
+        predicted_ms=attempt.predicted_ms,
+        placeable=attempt.placeable,
+        excluded=attempt.excluded,
         outcome=attempt.outcome,
         first_message_ms=attempt.first_message_ms,
         kind=attempt.kind,

@@ -15,7 +15,7 @@ from forebay_router.config import Config
 from forebay_router.core.breakers import Breakers
 from forebay_router.core.explain import Recent
 from forebay_router.core.marks import Marks
-from forebay_router.core.place import Ledger, ModelLoad, Replica
+from forebay_router.core.place import ModelLoad, Placer, Replica
 from forebay_router.core.resolve import Catalogue, Model
 from forebay_router.gate import OpenGate
 from forebay_router.metrics import Metrics
@@ -47,11 +47,13 @@ class Replicas:
     """Replicas that appear when they are told to."""
 
     def __init__(self, *ids: str) -> None:
-        self.ledger = Ledger()
+        self.placer = Placer()
         self.down = Marks()
         self.revision = 0
-        self.ids = list(ids)
+        self.ids: list[str] = []
         self._changed = asyncio.Event()
+        for each in ids:
+            self._add(each)
 
     def replicas(self) -> Sequence[Replica]:
         load = ModelLoad(active=True, slots=4)
@@ -67,9 +69,13 @@ class Replicas:
         """Nobody waits for it here."""
 
     def appear(self, replica_id: str) -> None:
-        self.ids.append(replica_id)
+        self._add(replica_id)
         self.revision += 1
         self._changed.set()
+
+    def _add(self, replica_id: str) -> None:
+        self.ids.append(replica_id)
+        self.placer.update(self.replicas()[-1], 0.0)
 
 
 class NoneCold:
@@ -171,11 +177,11 @@ def test_a_request_that_can_be_placed_is_answered_at_once() -> None:
     )
     assert router.in_flight() == 1
     assert router.outcome(a_head()) == ""
-    assert router.fleet.ledger.in_flight("a", [MODEL]) == 1
+    assert router.fleet.placer.in_flight("a") == 1
     router.policy.on_end(a_head(), route, Outcome.SUCCEEDED, None, Progress(messages=1))
     assert router.in_flight() == 0
     assert router.outcome(a_head()) == "succeeded"
-    assert router.fleet.ledger.in_flight("a", [MODEL]) == 0
+    assert router.fleet.placer.in_flight("a") == 0
     assert router.ended("succeeded") == 1
 
 
@@ -280,11 +286,11 @@ async def test_a_retry_holds_one_place_at_a_time() -> None:
     assert isinstance(decision, Retry)
     assert decision.route.target != first.target
     assert (md.ATTEMPT, "2") in decision.route.metadata
-    held = [router.fleet.ledger.in_flight(each, [MODEL]) for each in ("a", "b")]
+    held = [router.fleet.placer.in_flight(each) for each in ("a", "b")]
     assert sorted(held) == [0, 1]
     failed = ForebayError(Reason.INTERNAL, "Broken.")
     last = await router.policy.on_failure(a_head(), decision.route, failed, Progress())
     assert last == Fail(failed)
     router.policy.on_end(a_head(), decision.route, Outcome.FAILED, failed, Progress())
     assert router.in_flight() == 0
-    assert [router.fleet.ledger.in_flight(each, [MODEL]) for each in ("a", "b")] == [0, 0]
+    assert [router.fleet.placer.in_flight(each) for each in ("a", "b")] == [0, 0]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
 
-from forebay_router.core.place import Candidate, Exclusion, Weighed, candidates_of
+from forebay_router.core.place import Candidate
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -14,17 +14,14 @@ class Attempt:
     """One try at one replica."""
 
     replica_id: str
-    weighed: Sequence[Weighed]
+    candidates: Sequence[Candidate]
     started_s: float
     outcome: str = ""
     first_message_s: float | None = None
     kind: str = "first"
     """`first`, `retry`, `resume` or `hedge`."""
-
-    @property
-    def candidates(self) -> tuple[Candidate, ...]:
-        """What was weighed, to read."""
-        return candidates_of(self.weighed)
+    predicted_ms: float = 0.0
+    placeable: int = 0
 
     @property
     def first_message_ms(self) -> float | None:
@@ -32,6 +29,11 @@ class Attempt:
         if self.first_message_s is None:
             return None
         return (self.first_message_s - self.started_s) * 1000
+
+    @property
+    def excluded(self) -> Mapping[str, int]:
+        """Of those that were looked at, how many were excluded for each reason."""
+        return Counter(one.excluded.value for one in self.candidates if one.excluded is not None)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -64,6 +66,10 @@ class Record:
     began_s: float = 0.0
     ended_s: float | None = None
 
+    def duration_s(self, now: float) -> float:
+        """From its arrival to its end, or to now while it runs."""
+        return (now if self.ended_s is None else self.ended_s) - self.began_s
+
 
 class Recent:
     """The newest records, by request id. A repeated id replaces the older record."""
@@ -89,13 +95,12 @@ class Recent:
         return self._records.get(request_id)
 
 
-def most_telling(weighed: Sequence[Weighed], *, limit: int) -> Sequence[Weighed]:
+def most_telling(candidates: Sequence[Candidate], *, limit: int) -> Sequence[Candidate]:
     """The cheapest candidates, then the excluded ones, at most `limit`."""
-    if len(weighed) <= limit:
-        return weighed
-    return sorted(weighed, key=_rank)[:limit]
+    if len(candidates) <= limit:
+        return candidates
+    return sorted(candidates, key=_rank)[:limit]
 
 
-def _rank(weighed: Weighed) -> tuple[bool, float]:
-    _, reason = weighed
-    return (True, 0.0) if isinstance(reason, Exclusion) else (False, reason)
+def _rank(candidate: Candidate) -> tuple[bool, float]:
+    return candidate.cost is None, candidate.cost or 0.0
