@@ -29,6 +29,8 @@ def replica_message(replica: Replica, queue: Queue) -> pb.Replica:
                 generated_tokens=model.generated_tokens,
                 context_tokens=model.context_tokens,
                 task=model.task,  # type: ignore[arg-type]  # passed on as it came
+                waiting_prompt_tokens=queue.waiting_prompt_tokens(model.model_version),
+                reason=model.reason,
             )
             for model in replica.engine.models.values()
         ],

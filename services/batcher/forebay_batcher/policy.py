@@ -27,6 +27,7 @@ from forebay_batcher.queue_loop import QueueLoop
 from forebay_batcher.replica import Replica
 
 _CLASSES = {priority.name: priority for priority in PriorityClass}
+_TOKEN_DIGITS_MAX = 9
 _PASSED_ON = (md.TENANT, md.SESSION, md.ATTEMPT, md.PROMPT_TOKENS)
 
 
@@ -59,6 +60,10 @@ class BatcherPolicy(Policy):
         except ForebayError as error:
             metrics.REFUSALS(error.reason.value).inc()
             raise
+
+    def on_first(self, head: Head, route: Route, progress: Progress) -> None:
+        """Note that the engine has read the prompt."""
+        self._queue.note_answer(route.context)
 
     async def on_failure(
         self, head: Head, route: Route, error: ForebayError, progress: Progress
@@ -101,6 +106,7 @@ class BatcherPolicy(Policy):
                 priority=priority,
                 size_bytes=size_bytes,
                 deadline=head.deadline,
+                prompt_tokens=_prompt_tokens(head.metadata.get(md.PROMPT_TOKENS)),
             )
         except ForebayError as error:
             _end_span(span, error)
@@ -149,6 +155,13 @@ def _end_span(span: Span | None, error: ForebayError | None) -> None:
     if error is not None:
         span.set_status(StatusCode.ERROR, error.reason.value)
     span.end()
+
+
+def _prompt_tokens(told: str | None) -> int:
+    """An earlier hop's estimate; 0 where there is none, or none that can be."""
+    if told is None or len(told) > _TOKEN_DIGITS_MAX or not told.isdecimal():
+        return 0
+    return int(told)
 
 
 def _class_of(head: Head) -> PriorityClass:

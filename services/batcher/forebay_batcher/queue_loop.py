@@ -71,6 +71,7 @@ class QueueLoop:
         priority: PriorityClass,
         size_bytes: int,
         deadline: float | None,
+        prompt_tokens: int = 0,
     ) -> Start | Waiting[Start]:
         """Take a slot, or wait for one. Whoever gets one gives it back with `release`.
 
@@ -82,7 +83,9 @@ class QueueLoop:
         """
         now = self._clock()
         number = next(self._numbers)
-        request = Request(number, request_id, model_version, priority, size_bytes, now, deadline)
+        request = Request(
+            number, request_id, model_version, priority, size_bytes, now, deadline, prompt_tokens
+        )
         if not self._arriving:
             answer = self._queue.start_at_once(request, now)
             if isinstance(answer, Start):
@@ -117,6 +120,11 @@ class QueueLoop:
         if isinstance(answer, Leave):
             raise _refusal(answer.reason)
         return answer
+
+    def note_answer(self, start: Start) -> None:
+        """The answer of a request begins: its prompt no longer waits to be read."""
+        if self._queue.note_answer(start.request):
+            self._on_change()
 
     def release(self, number: int) -> None:
         """Free a request's slot. Harmless for one that holds none."""

@@ -121,6 +121,15 @@ class Watch:
 
 def _structure(engine: Engine) -> object:
     return engine.heard, [
-        (m.model_version, m.state, m.phase, m.generation, m.slots, m.context_tokens, m.task)
+        (
+            m.model_version,
+            m.state,
+            m.phase,
+            m.generation,
+            m.slots,
+            m.context_tokens,
+            m.task,
+            m.reason,
+        )
         for m in engine.models.values()
     ]

@@ -181,6 +181,7 @@ class Host(engine_rpc.EngineServiceServicer):
         slots: int = 4,
         generation: int = 1,
         kv_cache_usage: float = 0.0,
+        reason: str = "",
     ) -> None:
         self._models[model_version] = engine.ModelStatus(
             spec=engine.ModelSpec(model_version=model_version),
@@ -189,6 +190,7 @@ class Host(engine_rpc.EngineServiceServicer):
             generation=generation,
             limits=engine.EngineLimits(max_sequences=slots, context_tokens=2048),
             load=engine.EngineLoad(kv_cache_usage=kv_cache_usage),
+            reason=reason,
         )
         self.news.notify()
 

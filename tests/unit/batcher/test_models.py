@@ -83,6 +83,15 @@ def test_a_dead_runner_is_not_offered_although_its_host_still_does() -> None:
     assert again.described({"chat@1": a_model(generation=4)}).capacities()["chat@1"].generation == 4
 
 
+def test_why_a_model_failed_is_told_while_it_is_known() -> None:
+    failed = Model("chat@1", ModelState.FAILED, reason="The artifact holds a pickle.")
+    host = an_engine(failed)
+    assert host.models["chat@1"].reason == "The artifact holds a pickle."
+    assert host.silent().models["chat@1"].reason == ""
+    lost = an_engine(a_model()).without_runner("chat@1", 1)
+    assert lost.models["chat@1"].reason == "The runner does not answer."
+
+
 def test_news_of_an_older_runners_death_changes_nothing() -> None:
     host = an_engine(a_model(generation=4))
     assert host.without_runner("chat@1", 3) is host

@@ -185,6 +185,26 @@ def test_a_withdrawn_request_is_gone_at_once() -> None:
     assert start(queue) == [2]
 
 
+def test_prompt_tokens_wait_until_the_answer_begins_or_the_request_ends() -> None:
+    queue = a_queue(slots=2)
+    asked = [dataclasses.replace(a_request(n), prompt_tokens=100 * n) for n in (1, 2, 3, 4)]
+    offer(queue, *asked)
+    assert queue.waiting_prompt_tokens(CHAT) == 1000
+    assert start(queue) == [1, 2]
+    assert queue.waiting_prompt_tokens(CHAT) == 1000
+    assert queue.note_answer(asked[0])
+    assert not queue.note_answer(asked[0])
+    assert queue.waiting_prompt_tokens(CHAT) == 900
+    queue.release(1)
+    queue.release(2)
+    assert queue.waiting_prompt_tokens(CHAT) == 700
+    queue.withdraw(3)
+    assert queue.waiting_prompt_tokens(CHAT) == 400
+    queue.set_capacities({})
+    start(queue)
+    assert queue.waiting_prompt_tokens(CHAT) == 0
+
+
 def test_a_slot_is_freed_once() -> None:
     queue = a_queue(slots=2)
     offer(queue, *(a_request(n) for n in range(5)))

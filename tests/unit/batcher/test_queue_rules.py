@@ -46,6 +46,8 @@ class QueueRules(RuleBasedStateMachine):
         self.running: dict[int, Start] = {}
         self.ends: Counter[int] = Counter()
         self.admitted: set[int] = set()
+        self.unread: dict[int, int] = {}
+        """Prompt tokens of requests that wait, or run without an answer."""
 
     @initialize()
     def load(self) -> None:
@@ -75,16 +77,24 @@ class QueueRules(RuleBasedStateMachine):
         priority=st.sampled_from(PriorityClass),
         patience_s=st.none() | st.floats(-1, 50),
         size=st.integers(0, 30),
+        tokens=st.integers(0, 1000),
     )
     def arrive(
-        self, model: str, priority: PriorityClass, patience_s: float | None, size: int
+        self,
+        *,
+        model: str,
+        priority: PriorityClass,
+        patience_s: float | None,
+        size: int,
+        tokens: int,
     ) -> None:
         self.number += 1
         deadline = None if patience_s is None else self.now + patience_s
-        request = Request(self.number, "", model, priority, size, self.now, deadline)
+        request = Request(self.number, "", model, priority, size, self.now, deadline, tokens)
         if self.queue.offer(request, self.now) is None:
             self.waiting[self.number] = request
             self.admitted.add(self.number)
+            self.unread[self.number] = tokens
 
     @rule(
         model=st.sampled_from(MODELS),
@@ -92,19 +102,22 @@ class QueueRules(RuleBasedStateMachine):
         waited_s=st.just(0.0) | st.floats(0, 50),
         patience_s=st.none() | st.floats(-1, 50),
         size=st.integers(0, 30),
+        tokens=st.integers(0, 1000),
     )
     def arrive_where_a_slot_may_be_free(
         self,
+        *,
         model: str,
         priority: PriorityClass,
         waited_s: float,
         patience_s: float | None,
         size: int,
+        tokens: int,
     ) -> None:
         self.number += 1
         deadline = None if patience_s is None else self.now + patience_s
         arrived = self.now - waited_s
-        request = Request(self.number, "", model, priority, size, arrived, deadline)
+        request = Request(self.number, "", model, priority, size, arrived, deadline, tokens)
         by_plan = copy.deepcopy(self.queue)
         before_it = self.queue.queued(model)
         answer = self.queue.start_at_once(request, self.now)
@@ -120,6 +133,7 @@ class QueueRules(RuleBasedStateMachine):
             self.admitted.add(self.number)
             self.ends[self.number] += 1
             self.running[self.number] = answer
+            self.unread[self.number] = tokens
         else:
             assert answer is None
             assert before_it or not planned, "what could start at once does"
@@ -131,12 +145,21 @@ class QueueRules(RuleBasedStateMachine):
         assert (waited is not None) == (number in self.waiting)
         if waited is not None:
             self.end(number)
+            del self.unread[number]
+
+    @rule(data=st.data())
+    def begin_answer(self, data: st.DataObject) -> None:
+        number = data.draw(st.integers(0, self.number))
+        if number in self.running:
+            told = self.queue.note_answer(self.running[number].request)
+            assert told == bool(self.unread.pop(number, 0))
 
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         number = data.draw(st.integers(0, self.number))
         assert (self.queue.release(number) is not None) == (number in self.running)
-        self.running.pop(number, None)
+        if self.running.pop(number, None) is not None:
+            self.unread.pop(number, None)
 
     @rule()
     def step(self) -> None:
@@ -146,6 +169,7 @@ class QueueRules(RuleBasedStateMachine):
         for leave in batch.leaves:
             self.check_leave(leave)
             self.end(leave.request.number)
+            del self.unread[leave.request.number]
         for start in batch.starts:
             self.check_start(start)
             self.end(start.request.number)
@@ -203,6 +227,12 @@ class QueueRules(RuleBasedStateMachine):
         for model in MODELS:
             assert queue.queued(model) == sum(
                 r.model_version == model for r in self.waiting.values()
+            )
+            requests = [*self.waiting.values(), *(start.request for start in self.running.values())]
+            assert queue.waiting_prompt_tokens(model) == sum(
+                self.unread.get(request.number, 0)
+                for request in requests
+                if request.model_version == model
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Mapping
 from types import MappingProxyType
 
@@ -17,6 +18,8 @@ from forebay_batcher.core.models import Model, ModelState
 
 # A newer host may have states that this batcher does not know.
 _STATES: Mapping[int, ModelState] = {state.value: state for state in ModelState}
+_PATH = re.compile(r"(?:/[\w.@+-]+){2,}")
+_REASON_CHARACTERS_MAX = 300
 
 
 async def watch_engine(
@@ -34,6 +37,25 @@ async def watch_engine(
         try:
             async for state in call:
                 yield MappingProxyType({m.spec.model_version: _model(m) for m in state.models})
+        finally:
+            call.cancel()
+
+
+async def watch_cache(
+    socket_path: str, *, interval_ms: int
+) -> AsyncGenerator[pb.WatchCacheResponse, None]:
+    """What a runner has in its prefix cache. Ends when the runner ends it.
+
+    Raises:
+        grpc.RpcError: the runner cannot be reached, was lost, or does not tell.
+    """
+    async with connect(f"unix:{socket_path}") as channel:
+        call = rpc.CacheServiceStub(channel).WatchCache(
+            pb.WatchCacheRequest(interval_ms=interval_ms)
+        )
+        try:
+            async for response in call:
+                yield response
         finally:
             call.cancel()
 
@@ -84,7 +106,13 @@ def _model(status: pb.ModelStatus) -> Model:
         context_tokens=status.limits.context_tokens or status.spec.context_tokens,
         kv_cache_usage=status.load.kv_cache_usage,
         generated_tokens=status.load.generated_tokens,
+        reason=_plain(status.reason),
     )
+
+
+def _plain(reason: str) -> str:
+    """A reason without paths: those of this host are nobody else's business."""
+    return _PATH.sub("<path>", reason)[:_REASON_CHARACTERS_MAX]
 
 
 async def is_serving(socket_path: str, *, timeout_s: float = 0.2) -> bool:

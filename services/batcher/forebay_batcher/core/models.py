@@ -15,6 +15,8 @@ from forebay_common.errors import ForebayError, Reason
 
 from forebay_batcher.core.queue import Capacity
 
+_LOST = "The runner does not answer."
+
 
 class ModelState(IntEnum):
     """Where a model version is in its life. The numbers are the contract's."""
@@ -44,6 +46,8 @@ class Model:
     context_tokens: int = 0
     kv_cache_usage: float = 0.0
     generated_tokens: int = 0
+    reason: str = ""
+    """Why it FAILED."""
 
     @property
     def is_active(self) -> bool:
@@ -78,7 +82,7 @@ class Engine:
     def silent(self) -> Engine:
         """After the host went away: nothing is known of its models."""
         models = {
-            model_version: dataclasses.replace(model, state=ModelState.UNKNOWN, phase=0)
+            model_version: dataclasses.replace(model, state=ModelState.UNKNOWN, phase=0, reason="")
             for model_version, model in self.models.items()
         }
         return dataclasses.replace(self, models=MappingProxyType(models))
@@ -150,7 +154,9 @@ class Engine:
 def _without(models: Mapping[str, Model], lost: Mapping[str, int]) -> Mapping[str, Model]:
     return MappingProxyType(
         {
-            model_version: dataclasses.replace(model, state=ModelState.FAILED, phase=0)
+            model_version: dataclasses.replace(
+                model, state=ModelState.FAILED, phase=0, reason=_LOST
+            )
             if model_version in lost and model.is_active
             else model
             for model_version, model in models.items()

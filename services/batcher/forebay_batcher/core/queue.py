@@ -70,6 +70,8 @@ class Request:
     size_bytes: int
     arrived: float
     deadline: float | None
+    prompt_tokens: int = 0
+    """Estimated. 0 once the engine has read them: its answer has begun."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -140,6 +142,8 @@ class Queue:
         self._depths: Counter[PriorityClass] = Counter()
         self._queued: Counter[str] = Counter()
         self._queued_bytes = 0
+        self._prompt_tokens: Counter[str] = Counter()
+        """Of the requests that wait, or run without an answer yet, by model version."""
         self._running: dict[int, Start] = {}
         self._in_flight: Counter[tuple[str, int]] = Counter()
         self._capacities: Mapping[str, Capacity] = {}
@@ -173,11 +177,28 @@ class Queue:
         capacity = self._capacities.get(model_version)
         return 0 if capacity is None else self._in_flight[model_version, capacity.generation]
 
+    def waiting_prompt_tokens(self, model_version: str) -> int:
+        """Estimated prompt tokens of the requests that wait, and of those that run and whose
+        answer has not begun."""
+        return self._prompt_tokens[model_version]
+
+    def note_answer(self, request: Request) -> bool:
+        """The answer of a request that was started begins: its prompt has been read.
+
+        Returns whether that changes anything.
+        """
+        tokens, request.prompt_tokens = request.prompt_tokens, 0
+        if tokens:
+            self._prompt_tokens[request.model_version] -= tokens
+        return tokens > 0
+
     def set_capacities(self, capacities: Mapping[str, Capacity]) -> None:
         """Replace what the runners can take. What waits for another model version will leave."""
         self._capacities = dict(capacities)
         for model_version in self._overdue_was_last.keys() - capacities.keys():
             del self._overdue_was_last[model_version]
+        for model_version in [name for name, tokens in self._prompt_tokens.items() if not tokens]:
+            del self._prompt_tokens[model_version]
 
     def start_at_once(self, request: Request, now: float) -> Start | Reason | None:
         """Start a request that nobody waits before, or say why it may not even wait.
@@ -211,6 +232,7 @@ class Queue:
         self._depths[request.priority] += 1
         self._queued[request.model_version] += 1
         self._queued_bytes += request.size_bytes
+        self._prompt_tokens[request.model_version] += request.prompt_tokens
         return None
 
     def withdraw(self, number: int) -> Request | None:
@@ -226,6 +248,7 @@ class Queue:
         self._in_flight[key] -= 1
         if self._in_flight[key] == 0:
             del self._in_flight[key]
+        self.note_answer(start.request)
         return start.request
 
     def plan_batch(self, now: float) -> Batch:
@@ -283,6 +306,7 @@ class Queue:
         self._running[request.number] = start
         self._in_flight[request.model_version, start.capacity.generation] += 1
         self._overdue_was_last[request.model_version] = start.overdue
+        self._prompt_tokens[request.model_version] += request.prompt_tokens
 
     def _free(self, model_version: str) -> int:
         capacity = self._capacities[model_version]
@@ -358,6 +382,7 @@ class Queue:
         if self._queued[request.model_version] == 0:
             del self._queued[request.model_version]
         self._queued_bytes -= request.size_bytes
+        self._prompt_tokens[request.model_version] -= request.prompt_tokens
         return request
 
 
