@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
 from forebay.engine.v1 import engine_service_pb2 as pb
 from forebay.engine.v1 import engine_service_pb2_grpc as pb_grpc
 from forebay.inference.v1 import inference_service_pb2_grpc as inference_grpc
@@ -34,8 +33,10 @@ def a_spec(**changes: Any) -> pb.ModelSpec:
 class EngineHost:
     """A host's process and clients for it."""
 
-    def __init__(self, process: asyncio.subprocess.Process, channel: grpc.aio.Channel) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
+        channel = connect(address)
         self.process = process
+        self.address = address
         self.stub = pb_grpc.EngineServiceStub(channel)
         self.channels = [channel]
         self.events: list[pb.LoadModelResponse] = []
@@ -109,7 +110,7 @@ async def running_host(
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "forebay_engine", env=environ
     )
-    host = EngineHost(process, connect(address))
+    host = EngineHost(process, address)
     try:
         await asyncio.wait_for(host.channels[0].channel_ready(), BOUND_S)
         yield host

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import os
 import random
 import time
@@ -12,10 +13,11 @@ from collections.abc import Callable
 
 import prometheus_client
 from forebay.batcher.v1 import batcher_service_pb2_grpc as rpc
+from forebay.engine.v1 import engine_service_pb2_grpc as engine_rpc
+from forebay_common import cache_feed, telemetry
 from forebay_common import config as configs
 from forebay_common import metadata as md
 from forebay_common import server as servers
-from forebay_common import telemetry
 from forebay_common.discovery import Instance, Keys
 from forebay_common.store import Store
 from forebay_wire.client import ClientPool
@@ -25,8 +27,9 @@ from forebay_wire.policy import SERVICE as INFERENCE
 from forebay_wire.relay import Relay
 from forebay_wire.server import Server
 
-from forebay_batcher.adapters.engine import load_model, wake_model
+from forebay_batcher.adapters.engine import load_model, wake_model, watch_cache
 from forebay_batcher.announce_loop import AnnounceLoop
+from forebay_batcher.cache_loop import CacheLoop
 from forebay_batcher.config import PREFIX, Config
 from forebay_batcher.core.queue import Queue
 from forebay_batcher.core.standing import Role, Standing
@@ -97,6 +100,14 @@ async def serve(
         load=lambda spec: load_model(config.engine_address, spec),
         wake=lambda spec: wake_model(config.engine_address, spec.model_version),
     )
+    feed = cache_feed.CacheFeed(names_max=config.cached_prefixes_max)
+    cache = CacheLoop(
+        replica,
+        feed,
+        watch=functools.partial(watch_cache, interval_ms=config.cache_interval_ms),
+        retry_s_max=config.engine_retry_s_max,
+        rng=random.Random(),  # noqa: S311  # spreads retries, keeps no secret
+    )
     server = Server(wire_limits)
     policy = BatcherPolicy(replica=replica, queue=queue, engine=engine, run_s_max=config.run_s_max)
     wire_metrics = WireMetrics()
@@ -115,9 +126,12 @@ async def serve(
         server.grpc,
     )
     server.offer(SERVICE)
+    engine_rpc.add_CacheServiceServicer_to_server(cache_feed.CacheService(feed), server.grpc)
+    server.offer(cache_feed.SERVICE)
     bound = await server.listen(config.listen)
     replica.address = _advertised(bound, config.advertise_host)
     server.set_ready(SERVICE, True)
+    server.set_ready(cache_feed.SERVICE, True)
     addresses = {"grpc": replica.address}
     if metrics_address := telemetry.serve_metrics(config.metrics_listen):
         addresses["metrics"] = _advertised(metrics_address, config.advertise_host)
@@ -136,6 +150,7 @@ async def serve(
             loops = [
                 group.create_task(queue.run(), name="queue"),
                 group.create_task(engine.run(), name="engine"),
+                group.create_task(cache.run(), name="cache"),
                 group.create_task(announce.run(), name="announce"),
                 group.create_task(_report_ready(server, replica), name="health"),
             ]

@@ -100,6 +100,19 @@ class Config:
     engine_load_interval_ms: int = option(
         50, "Least time between two reports of load asked of the engine host.", minimum=1
     )
+    cache_interval_ms: int = option(
+        50,
+        "Least time between two reports of its prefix cache asked of a runner, in milliseconds.",
+        minimum=10,
+        maximum=60_000,
+    )
+    cached_prefixes_max: int = option(
+        1 << 18,
+        "Most cached prefixes of prompts that are passed on of one model version; no less than its "
+        "runner's own limit.",
+        minimum=1,
+        maximum=1 << 20,
+    )
     keepalive_s: float = option(
         1.0,
         "Silence of a runner with requests in flight after which it is pinged, in seconds.",

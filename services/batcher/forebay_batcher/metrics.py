@@ -58,6 +58,11 @@ REGISTRY.register(STARTS)
 IN_FLIGHT = Gauge(
     "forebay_batcher_in_flight", "Requests that hold a slot of the runner.", ("model_version",)
 )
+CACHED_PREFIXES = Gauge(
+    "forebay_batcher_cached_prefixes",
+    "Prefixes of prompts that the runner reports as cached.",
+    ("model_version",),
+)
 SLOTS = Gauge("forebay_batcher_slots", "Sequence slots of the runner.", ("model_version",))
 REFUSALS = children(
     Counter("forebay_batcher_refusals", "Requests that never started.", ("reason",))
