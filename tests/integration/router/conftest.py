@@ -174,6 +174,7 @@ class StandIn(inference_rpc.InferenceServiceServicer, batcher_rpc.BatcherService
                 yield inference.CallOpenAIResponse(
                     content_type="text/event-stream; charset=utf-8" if n == 0 else "",
                     body=_events(request.path, body, f"t{n} {self.seen[-1].text}", n, last=last),
+                    tokens=[inference.ChoiceTokens(index=0, token_ids=[n])],
                 )
             return
         tokens = 0
