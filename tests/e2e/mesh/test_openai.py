@@ -51,7 +51,13 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
     etcd.start()
     try:
         async with running(
-            folder, etcd.endpoint, "/e2e", _CHAT, _EMBED, simulated("nowhere@1")
+            folder,
+            etcd.endpoint,
+            "/e2e",
+            _CHAT,
+            _EMBED,
+            simulated("nowhere@1"),
+            router={"FOREBAY_ROUTER_LOAD_ON_DEMAND": "false"},
         ) as mesh:
             mesh.add_replica("r1", _CHAT, _EMBED)
             await mesh.placeable("r1", timeout_s=200)

@@ -29,7 +29,15 @@ async def shared_mesh(tmp_path_factory: pytest.TempPathFactory, etcd: str) -> As
         simulated("lone@1"),
     )
     directory = tmp_path_factory.mktemp("mesh")
-    async with running(directory, etcd, f"/shared-{uuid.uuid4().hex}", chat, encoder, lone) as mesh:
+    async with running(
+        directory,
+        etcd,
+        f"/shared-{uuid.uuid4().hex}",
+        chat,
+        encoder,
+        lone,
+        router={"FOREBAY_ROUTER_LOAD_ON_DEMAND": "false"},
+    ) as mesh:
         mesh.add_replica("r1", chat, encoder)
         mesh.add_replica("r2", chat)
         await mesh.placeable("r1", "r2")
