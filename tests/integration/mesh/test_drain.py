@@ -184,7 +184,8 @@ async def test_one_models_runner_dies_mid_stream_and_the_other_models_streams_go
         await streams.begun()
         victim = await lone_mesh.engine_status("r1", "sim@1")
         os.kill(victim.runner_pid, signal.SIGKILL)
-        assert await streams.ends() == {"REPLICA_LOST"}
+        # They go on with the runner's successor, if that is there in time.
+        assert await streams.ends() <= {"whole", "REPLICA_LOST"}
         tokens = 1
         while (part := await other.read()) is not grpc.aio.EOF:
             tokens += len(part.token_ids)
