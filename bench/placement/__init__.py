@@ -12,9 +12,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from forebay_engine.adapters.profiles import load_profile
 from forebay_engine.core.simulated.planner import Engine, Limits, SequenceRequest
@@ -29,7 +28,7 @@ from bench.placement.contenders import (
     running_engines,
 )
 from bench.placement.load import bodies, replay
-from bench.placement.traces import TRACES, Planned, Trace, plan
+from bench.placement.traces import SOURCES, Planned, plan
 from bench.relay.pinned import Bystanders, cores, on_core
 from bench.report import Report
 from tests.conftest import EtcdProcess
@@ -37,7 +36,7 @@ from tests.conftest import EtcdProcess
 LOAD = 0.8
 ROUNDS = int(os.environ.get("FOREBAY_BENCH_ROUNDS", "2"))
 _ONLY = tuple(filter(None, os.environ.get("FOREBAY_BENCH_ONLY", "").split(",")))
-_TRACES = tuple(filter(None, os.environ.get("FOREBAY_BENCH_TRACES", "").split(",")))
+_CAPACITY_ROUNDS = 8
 _WARM_UP = 0.15
 """Share of the requests, the first, that do not count: caches and what is learned are empty."""
 _BUSY_MOST = 0.85
@@ -48,18 +47,18 @@ _STRANGERS_MOST = 0.15
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """What all contenders get alike."""
+    """What all contenders of a round get alike."""
 
-    trace: Trace
     planned: Sequence[Planned]
     made: Sequence[bytes]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """One contender on one trace."""
+    """One contender in one round."""
 
-    first_ms: Sequence[float]
+    first_ms: Mapping[str, Sequence[float]]
+    """Of the requests that count, by their source."""
     hit_share: float
     failed: int
     busy: tuple[float, float]
@@ -67,6 +66,10 @@ class Run:
     strangers: float
     """Share of a core that others used, on the worse of both."""
     late_ms: float
+
+    def all_first_ms(self) -> list[float]:
+        """Of all sources."""
+        return [value for values in self.first_ms.values() for value in values]
 
 
 def main(report: Report) -> None:
@@ -76,108 +79,120 @@ def main(report: Report) -> None:
         if contender.package is not None and (why := contender.package.install()):
             print(f"left out {contender.name}: {why}")
             contenders.remove(contender)
-    traces = [trace for trace in TRACES if not _TRACES or trace.name in _TRACES]
-    if len(contenders) < len(CONTENDERS) or len(traces) < len(TRACES) or ROUNDS < 2:
+    if len(contenders) < len(CONTENDERS) or ROUNDS < 2:
         report.keep_stored("not everything was measured")
-    router_core, other_core = cores()
-    with tempfile.TemporaryDirectory() as folder, on_core(other_core):
+    capacity = _capacity()
+    runs: dict[str, list[Run]] = {contender.name: [] for contender in contenders}
+    on = cores()
+    with tempfile.TemporaryDirectory() as folder, on_core(on[1]):
         etcd = EtcdProcess(Path(folder) / "etcd")
         etcd.start()
         try:
-            for trace in traces:
-                _measure_trace(report, trace, contenders, etcd.endpoint, (router_core, other_core))
+            for number in range(ROUNDS):
+                planned = plan(rate=LOAD * capacity, seed=number)
+                load = Load(planned, bodies(planned))
+                # Others come first in each round, so that none always meets the same moment.
+                for contender in (*contenders[number:], *contenders[:number]):
+                    run = _calm_run(contender, load, etcd.endpoint, on)
+                    runs[contender.name].append(run)
+                    print(f"round {number + 1} {contender.name}: {_line(run)}", flush=True)
         finally:
             etcd.kill()
+    report.figure("capacity_requests_per_s", capacity)
+    report.figure("load_share", LOAD)
+    report.figure("requests_per_round", len(plan(rate=1.0, seed=0)))
+    _show(report, runs)
 
 
-def _measure_trace(
-    report: Report,
-    trace: Trace,
-    contenders: Sequence[Contender],
-    etcd: str,
-    on: tuple[int, int],
-) -> None:
-    capacity = _capacity(trace)
-    runs: dict[str, list[Run]] = {contender.name: [] for contender in contenders}
-    for number in range(ROUNDS):
-        planned = plan(trace, rate=LOAD * capacity, seed=number)
-        load = Load(trace, planned, bodies(trace, planned))
-        for contender in contenders:
-            run = _run(contender, load, etcd, on)
-            if run.strangers > _STRANGERS_MOST:
-                again = _run(contender, load, etcd, on)
-                run = min(run, again, key=lambda one: one.strangers)
-            runs[contender.name].append(run)
-            print(
-                f"{trace.name} round {number + 1} {contender.name}: "
-                f"p50 {_quantile(run.first_ms, 0.5):.0f} ms, "
-                f"p99 {_quantile(run.first_ms, 0.99):.0f} ms, hit {run.hit_share:.3f}, "
-                f"failed {run.failed}, cores {run.busy[0]:.2f} {run.busy[1]:.2f}, "
-                f"strangers {run.strangers:.2f}, late {run.late_ms:.1f} ms",
-                flush=True,
-            )
-    report.figure(f"{trace.name}_capacity_requests_per_s", capacity)
+def _line(run: Run) -> str:
+    first_ms = run.all_first_ms()
+    return (
+        f"p50 {_quantile(first_ms, 0.5):.0f} ms, p99 {_quantile(first_ms, 0.99):.0f} ms, "
+        f"hit {run.hit_share:.3f}, failed {run.failed}, "
+        f"cores {run.busy[0]:.2f} {run.busy[1]:.2f}, strangers {run.strangers:.2f}, "
+        f"late {run.late_ms:.1f} ms"
+    )
+
+
+def _show(report: Report, runs: Mapping[str, Sequence[Run]]) -> None:
+    kinds = ("all", *(source.name for source in SOURCES))
     rows = []
+    p99: dict[tuple[str, str], float] = {}
     for name, found in runs.items():
-        first_ms = [value for run in found for value in run.first_ms]
-        p50, p90, p99 = (_quantile(first_ms, share) for share in (0.5, 0.9, 0.99))
+        figures: dict[str, object] = {}
+        row: list[object] = [name]
+        for kind in kinds:
+            values = [
+                value
+                for run in found
+                for value in (run.all_first_ms() if kind == "all" else run.first_ms[kind])
+            ]
+            quantiles = {f"p{share}": _quantile(values, share / 100) for share in (50, 90, 99)}
+            figures[f"ttft_ms_{kind}"] = quantiles
+            p99[name, kind] = quantiles["p99"]
+            row += quantiles.values()
         hit = statistics.mean(run.hit_share for run in found)
         failed = sum(run.failed for run in found)
-        busy = [max(run.busy[core] for run in found) for core in (0, 1)]
-        rows.append((name, p50, p90, p99, hit, failed, *busy))
+        rows.append((*row, hit, failed))
         report.figure(
-            f"{trace.name}: {name}",
+            name,
             {
-                "ttft_ms": {"p50": p50, "p90": p90, "p99": p99},
+                **figures,
                 "hit_share": hit,
                 "failed": failed,
-                "rounds_p99_ms": [_quantile(run.first_ms, 0.99) for run in found],
-                "busy_shares_of_cores": busy,
+                "rounds_p99_ms": [_quantile(run.all_first_ms(), 0.99) for run in found],
+                "busy_shares_of_cores": [max(run.busy[core] for run in found) for core in (0, 1)],
                 "strangers_share_of_a_core": max(run.strangers for run in found),
                 "late_ms_p99": max(run.late_ms for run in found),
             },
         )
-    report.table(
-        (trace.name, "p50 ms", "p90 ms", "p99 ms", "hit share", "failed", "router", "others"), rows
-    )
-    _set_goals(report, trace, rows, [run for found in runs.values() for run in found])
+    header = [f"{kind} p{share}" for kind in kinds for share in (50, 90, 99)]
+    report.table(("TTFT in ms", *header, "hit share", "failed"), rows)
+    for name in runs:
+        if name != "ours" and "ours" in runs:
+            for kind in kinds:
+                ratio = p99["ours", kind] / p99[name, kind]
+                report.goal(f"p99 TTFT, {kind}, against {name}", ratio, "< 1", ok=ratio < 1.0)
+    every = [run for found in runs.values() for run in found]
+    failed = sum(run.failed for run in every)
+    report.goal("failed requests", failed, "0", ok=failed == 0)
+    busiest = max(share for run in every for share in run.busy)
+    report.goal("busiest core", busiest, f"<= {_BUSY_MOST:g}", ok=busiest <= _BUSY_MOST)
+    strangers = max(run.strangers for run in every)
+    if strangers > _STRANGERS_MOST:
+        report.keep_stored(f"others used {strangers:.2f} of a core")
 
 
-def _set_goals(
-    report: Report, trace: Trace, rows: Sequence[tuple[Any, ...]], runs: Sequence[Run]
-) -> None:
-    p99 = {row[0]: row[3] for row in rows}
-    if "ours" in p99:
-        for name in p99.keys() - {"ours"}:
-            ratio = p99["ours"] / p99[name]
-            report.goal(f"{trace.name}: p99 TTFT against {name}", ratio, "< 1", ok=ratio < 1.0)
-    failed = sum(run.failed for run in runs)
-    report.goal(f"{trace.name}: failed requests", failed, "0", ok=failed == 0)
-    busiest = max(share for run in runs for share in run.busy)
-    report.goal(
-        f"{trace.name}: busiest core", busiest, f"<= {_BUSY_MOST:g}", ok=busiest <= _BUSY_MOST
-    )
+def _calm_run(contender: Contender, load: Load, etcd: str, on: tuple[int, int]) -> Run:
+    run = _run(contender, load, etcd, on)
+    if run.strangers <= _STRANGERS_MOST:
+        return run
+    return min(run, _run(contender, load, etcd, on), key=lambda one: one.strangers)
 
 
 def _run(contender: Contender, load: Load, etcd: str, on: tuple[int, int]) -> Run:
-    with running_engines(load.trace, on[1]) as engines:
+    with running_engines(on[1]) as engines:
         asyncio.run(list_replicas(etcd, engines))
         with contender.serve(Site(etcd, on[0], engines)) as serving:
             own = (serving.process.pids(), [*engines.process.pids(), os.getpid()])
             watched = [Bystanders(core, pids) for core, pids in zip(on, own, strict=True)]
             before_s, began_s = [_cpu_s(pids) for pids in own], time.monotonic()
-            answers = asyncio.run(replay(serving.port, load.trace, load.planned, load.made))
+            answers = asyncio.run(replay(serving.port, load.planned, load.made))
             took_s = time.monotonic() - began_s
             busy = [(_cpu_s(own[n]) - before_s[n]) / took_s for n in (0, 1)]
             strangers = max(watch.use() for watch in watched)
         caches = engines.end()
-    counted = answers[round(_WARM_UP * len(answers)) :]
-    queried = sum(caches["queried_tokens"])
     problems = [answer.problem for answer in answers if answer.problem]
     if problems:
         print(f"{contender.name}: {len(problems)} failed, such as {problems[0]!r}")
+    first_ms: dict[str, list[float]] = {source.name: [] for source in SOURCES}
+    warm = round(_WARM_UP * len(answers))
+    for one, answer in zip(load.planned[warm:], answers[warm:], strict=True):
+        if answer.first_s is not None:
+            first_ms[one.source.name].append(1000 * answer.first_s)
+    queried = sum(caches["queried_tokens"])
     return Run(
-        first_ms=[1000 * one.first_s for one in counted if one.first_s is not None],
+        first_ms=first_ms,
         hit_share=sum(caches["hit_tokens"]) / queried if queried else 0.0,
         failed=len(problems),
         busy=(busy[0], busy[1]),
@@ -191,42 +206,44 @@ def _cpu_s(pids: Sequence[int]) -> float:
     return sum(time.clock_gettime((~pid << 3) | 2) for pid in pids)
 
 
-def _capacity(trace: Trace) -> float:
-    """Requests per second that the engines do when they never lack any, dealt out in turn.
+def _capacity() -> float:
+    """Requests per second that the engines do when they never lack any.
 
-    In virtual time, by the engines' own core: what the middle half of the requests takes.
+    In virtual time, by the engines' own core: one engine gets its share of the requests, dealt out
+    in turn, again and again with other texts, all at once. What counts is how long the middle half
+    of them takes.
     """
     profile = load_profile(PROFILE)
     limits = Limits(
-        max_sequences=trace.max_sequences,
+        max_sequences=profile.max_sequences,
         context_tokens=profile.context_tokens,
         kv_blocks=profile.kv_cache_tokens // 16,
         waiting_max=10**6,
     )
-    planned = plan(trace, rate=1.0, seed=0)
-    ends: list[float] = []
-    for number in range(REPLICAS):
-        engine = Engine(profile, limits)
-        for place, one in enumerate(planned[number::REPLICAS]):
-            blocks = (token for block in one.blocks for token in [block] * trace.block_tokens)
-            prompt = tuple(
-                token for token, _ in zip(blocks, range(one.prompt_tokens), strict=False)
-            )
+    engine = Engine(profile, limits)
+    requests = 0
+    for again in range(_CAPACITY_ROUNDS):
+        planned = plan(rate=1.0, seed=again)
+        # Every request is dealt to this engine once.
+        for one in planned[again % REPLICAS :: REPLICAS]:
+            numbers = [(again << 50) + block for block in one.blocks]
+            tokens = [number for number in numbers for _ in range(one.source.block_tokens)]
+            requests += 1
             engine.add(
                 SequenceRequest(
-                    sequence_id=place,
-                    prompt=prompt or (0,),
+                    sequence_id=requests,
+                    prompt=tuple(tokens[: one.prompt_tokens]) or (0,),
                     max_tokens=one.output_tokens,
                     ignore_end=True,
                 )
             )
-        now = 0.0
-        while (step := engine.plan_step(now)) is not None:
-            now = step.ends_at
-            ends += [now for emission in engine.apply_step() if emission.finish is not None]
-    ends.sort()
+    now = 0.0
+    ends: list[float] = []
+    while (step := engine.plan_step(now)) is not None:
+        now = step.ends_at
+        ends += [now for emission in engine.apply_step() if emission.finish is not None]
     quarter = len(ends) // 4
-    return 2 * quarter / (ends[3 * quarter] - ends[quarter])
+    return REPLICAS * 2 * quarter / (ends[3 * quarter] - ends[quarter])
 
 
 def _quantile(values: Sequence[float], share: float) -> float:

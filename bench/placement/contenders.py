@@ -22,7 +22,6 @@ from forebay_common.discovery import Instance, Keys, to_json
 from forebay_common.store import Store
 
 from bench.placement.backend import MODEL_VERSION
-from bench.placement.traces import Trace
 from bench.relay import peers
 from bench.relay.native import FOLDER
 from bench.relay.pinned import Pinned, wait_for_line
@@ -60,13 +59,11 @@ class Site:
 
 
 @contextlib.contextmanager
-def running_engines(trace: Trace, core: int) -> Iterator[Engines]:
+def running_engines(core: int) -> Iterator[Engines]:
     """Fresh engines with empty caches."""
     grpc, http = ([free_port() for _ in range(REPLICAS)] for _ in range(2))
     config = {
         "profile": PROFILE,
-        "time_scale": trace.time_scale,
-        "max_sequences": trace.max_sequences,
         "replicas": [
             (f"r{number}", grpc_port, http_port)
             for number, (grpc_port, http_port) in enumerate(zip(grpc, http, strict=True))

@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Sequence
 
-from bench.placement.traces import Planned, Trace
+from bench.placement.traces import Planned
 
 _LATE_S = 180.0
 """After the last request was sent, answers have so long."""
@@ -17,7 +17,7 @@ _LATE_S = 180.0
 
 @dataclasses.dataclass(slots=True)
 class Answer:
-    """What became of a request; times in seconds of the engines."""
+    """What became of a request."""
 
     first_s: float | None = None
     """From when it was sent to its first token."""
@@ -27,13 +27,13 @@ class Answer:
     problem: str = ""
 
 
-def bodies(trace: Trace, planned: Sequence[Planned]) -> list[bytes]:
+def bodies(planned: Sequence[Planned]) -> list[bytes]:
     """The requests as sent, made beforehand."""
     return [
         json.dumps(
             {
                 "model": "m",
-                "messages": [{"role": "user", "content": one.prompt(trace.block_tokens)}],
+                "messages": [{"role": "user", "content": one.prompt()}],
                 "max_tokens": one.output_tokens,
                 "ignore_eos": True,
                 "stream": True,
@@ -43,9 +43,7 @@ def bodies(trace: Trace, planned: Sequence[Planned]) -> list[bytes]:
     ]
 
 
-async def replay(
-    port: int, trace: Trace, planned: Sequence[Planned], made: Sequence[bytes]
-) -> list[Answer]:
+async def replay(port: int, planned: Sequence[Planned], made: Sequence[bytes]) -> list[Answer]:
     """Send all of them and wait for their answers."""
     gc.collect()
     gc.freeze()
@@ -54,11 +52,11 @@ async def replay(
     answers = [Answer() for _ in planned]
     tasks = []
     for one, body, answer in zip(planned, made, answers, strict=True):
-        due_s = start_s + trace.time_scale * one.at_s
+        due_s = start_s + one.at_s
         await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
-        answer.late_s = (time.perf_counter() - due_s) / trace.time_scale
+        answer.late_s = time.perf_counter() - due_s
         ended: asyncio.Future[None] = loop.create_future()
-        client = _Client(body, answer, ended, trace.time_scale)
+        client = _Client(body, answer, ended)
         tasks.append(asyncio.create_task(_send(port, client, ended)))
     _, late = await asyncio.wait(tasks, timeout=_LATE_S)
     for task in late:
@@ -81,13 +79,10 @@ async def _send(port: int, client: _Client, ended: asyncio.Future[None]) -> None
 class _Client(asyncio.Protocol):
     """One connection with one request. Tokens are not looked at, only whether there is any."""
 
-    def __init__(
-        self, body: bytes, answer: Answer, ended: asyncio.Future[None], time_scale: float
-    ) -> None:
+    def __init__(self, body: bytes, answer: Answer, ended: asyncio.Future[None]) -> None:
         self.answer = answer
         self._body = body
         self._ended = ended
-        self._time_scale = time_scale
         self._sent_s = time.perf_counter()
         self._head = b""
         self._tail = b""
@@ -107,10 +102,10 @@ class _Client(asyncio.Protocol):
         if answer.first_s is None:
             self._head += data
             if b'"content":"' in self._head.replace(b'"content":""', b""):
-                answer.first_s = (time.perf_counter() - self._sent_s) / self._time_scale
+                answer.first_s = time.perf_counter() - self._sent_s
         self._tail = self._tail[-20:] + data
         if b"[DONE]" in self._tail:
-            answer.took_s = (time.perf_counter() - self._sent_s) / self._time_scale
+            answer.took_s = time.perf_counter() - self._sent_s
             self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:

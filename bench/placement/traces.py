@@ -14,69 +14,66 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Trace:
-    """A recording, and how it is replayed."""
+class Source:
+    """A recording, and how much of it is replayed."""
 
     name: str
     file: str
     block_tokens: int
     step_ms: float
     """Resolution of its timestamps; requests of one step are spread over it."""
-    copies: int
-    """How often it is replayed, one after the other, each time with other texts."""
-    max_sequences: int
-    """Slots of each engine."""
-    time_scale: float
-    """How much longer everything takes than it says, so that the machine keeps up. Figures are of
-    the engines' time."""
     requests: int
-    """Of it are replayed."""
+    first_number: int
+    """Added to the numbers of its blocks, so that no two recordings share any."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Planned:
     """A request to send."""
 
+    source: Source
     at_s: float
-    """In the engines' time, from the beginning."""
+    """From the beginning."""
     prompt_tokens: int
     output_tokens: int
     blocks: Sequence[int]
     """Numbers of its blocks; prompts share their text as far as they share these."""
 
-    def prompt(self, block_tokens: int) -> str:
+    def prompt(self) -> str:
         """Its text: one word of at most four letters per token."""
-        text = "".join(_block(number, block_tokens) for number in self.blocks)
+        text = "".join(_block(number, self.source.block_tokens) for number in self.blocks)
         return text[: _end_of(text, self.prompt_tokens)]
 
 
-MOONCAKE = Trace(
-    "mooncake", "mooncake_conversation_600.jsonl", 512, 3000.0, 1, 256, 1.0, requests=420
-)
-SHAREGPT = Trace("sharegpt", "sharegpt_300.jsonl", 16, 0.0, 2, 16, 2.0, requests=480)
-TRACES = (MOONCAKE, SHAREGPT)
+MOONCAKE = Source("mooncake", "mooncake_conversation_600.jsonl", 512, 3000.0, 200, 0)
+SHAREGPT = Source("sharegpt", "sharegpt_300.jsonl", 16, 0.0, 200, 1 << 40)
+SOURCES = (MOONCAKE, SHAREGPT)
 
 
-def plan(trace: Trace, *, rate: float, seed: int) -> list[Planned]:
-    """The trace's requests, with their recorded arrivals stretched to so many per second."""
+def plan(*, rate: float, seed: int) -> list[Planned]:
+    """The requests of all recordings together, their recorded arrivals stretched to so many per
+    second in all."""
+    length_s = sum(source.requests for source in SOURCES) / rate
+    planned = [one for source in SOURCES for one in _stretched(source, length_s, seed)]
+    return sorted(planned, key=lambda one: one.at_s)
+
+
+def _stretched(source: Source, length_s: float, seed: int) -> list[Planned]:
     rng = random.Random(seed)
-    rows = [json.loads(line) for line in (_FOLDER / trace.file).read_text().splitlines()]
-    rows = rows[: -(-trace.requests // trace.copies)]
-    times = sorted(row["timestamp"] + rng.uniform(0.0, trace.step_ms) for row in rows)
-    start = times[0]
-    length_s = len(rows) / rate
-    stretch = length_s / (times[-1] - start)
-    numbers = 1 + max(number for row in rows for number in row["hash_ids"])
+    lines = (_FOLDER / source.file).read_text().splitlines()[: source.requests]
+    rows = [json.loads(line) for line in lines]
+    times = sorted(row["timestamp"] + rng.uniform(0.0, source.step_ms) for row in rows)
+    stretch = length_s / (times[-1] - times[0])
     return [
         Planned(
-            at_s=copy * length_s + (at - start) * stretch,
+            source,
+            at_s=(at - times[0]) * stretch,
             prompt_tokens=row["input_length"],
             output_tokens=max(1, row["output_length"]),
-            blocks=[copy * numbers + number for number in row["hash_ids"]],
+            blocks=[source.first_number + number for number in row["hash_ids"]],
         )
-        for copy in range(trace.copies)
         for at, row in zip(times, rows, strict=True)
-    ][: trace.requests]
+    ]
 
 
 @functools.lru_cache(maxsize=1 << 17)
