@@ -121,6 +121,20 @@ class RegistryServicer(registry_grpc.RegistryServiceServicer):
         return registry.SetSplitResponse(model=model)
 
     @_refusing
+    async def SetShadow(  # noqa: N802
+        self, request: registry.SetShadowRequest, context: _Context
+    ) -> registry.SetShadowResponse:
+        check_name(request.model, param="model")
+        shadow = request.shadow if request.HasField("shadow") else None
+        model = await self._store.change_model(
+            request.model,
+            lambda model: catalogue.set_shadow(
+                _found(model), shadow, expected_revision=request.expected_revision
+            ),
+        )
+        return registry.SetShadowResponse(model=model)
+
+    @_refusing
     async def PutAlias(  # noqa: N802
         self, request: registry.PutAliasRequest, context: _Context
     ) -> registry.PutAliasResponse:

@@ -181,6 +181,43 @@ async def test_a_watch_gets_the_catalogue_and_every_change_made_elsewhere(
     watch.cancel()
 
 
+async def test_tiers_and_shadows_are_stored_watched_and_hold_what_they_name(
+    start: Start, put_request: Put, etcd: str, namespace: str
+) -> None:
+    one, two = await asyncio.gather(start(etcd, namespace), start(etcd, namespace))
+    for name, version in (("little", "v1"), ("chat", "v1"), ("chat", "v2")):
+        await one.stub.PutVersion(put_request(name, version=version))
+    tiers = registry.Tiers(small="little", large="chat", classifier="rules", threshold=0.0)
+    wanted = registry.PutAliasRequest(alias=registry.Alias(name="auto", tiers=tiers))
+    alias = (await one.stub.PutAlias(wanted)).alias
+    assert (alias.target, alias.tiers.default_tier) == ("chat", registry.TIER_LARGE)
+    shadow = registry.Shadow(version="v2", percent=2.5)
+    model = (await one.stub.SetShadow(registry.SetShadowRequest(model="chat", shadow=shadow))).model
+    assert model.shadow == shadow
+    watch = two.stub.WatchCatalogue(registry.WatchCatalogueRequest())
+    async with asyncio.timeout(5):
+        while True:
+            seen = (await watch.read()).catalogue
+            if len(seen.aliases) and seen.models and seen.models[0].HasField("shadow"):
+                break
+    watch.cancel()
+    assert list(seen.aliases) == [alias]
+    assert seen.aliases[0].tiers.HasField("threshold")
+    assert seen.models[0] == model
+    for name, version in (("little", "v1"), ("chat", "v2")):
+        delete = registry.DeleteVersionRequest(model=name, version=version)
+        assert await refused(two.stub.DeleteVersion(delete)) is Reason.VERSION_IN_USE
+    stale = registry.SetShadowRequest(model="chat", expected_revision=model.revision - 1)
+    assert await refused(two.stub.SetShadow(stale)) is Reason.CONFLICT
+    end = registry.SetShadowRequest(model="chat", expected_revision=model.revision)
+    assert not (await two.stub.SetShadow(end)).model.HasField("shadow")
+    none = registry.SetShadowRequest(model="none", shadow=shadow)
+    assert await refused(two.stub.SetShadow(none)) is Reason.MODEL_NOT_FOUND
+    tiers.small = "gone"
+    wanted = registry.PutAliasRequest(alias=registry.Alias(name="auto", tiers=tiers))
+    assert await refused(two.stub.PutAlias(wanted)) is Reason.MODEL_NOT_FOUND
+
+
 async def test_a_bootstrap_is_there_when_the_registry_is_ready_and_may_be_put_again(
     start: Start, put_request: Put, etcd: str, namespace: str
 ) -> None:

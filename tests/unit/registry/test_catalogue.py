@@ -260,45 +260,143 @@ def test_a_split_based_on_an_old_revision_conflicts() -> None:
     assert refused.value.reason == "CONFLICT"
 
 
-def alias(
-    name: str,
-    target: str,
-    *,
-    names_model: bool = False,
-    model: registry.Model | None = None,
-    target_is_alias: bool = False,
-) -> registry.Alias:
-    return catalogue.check_alias(
-        registry.Alias(name=name, target=target),
-        names_model=names_model,
-        target=model,
-        target_is_alias=target_is_alias,
-    )
+def shadow(
+    model: registry.Model, version: str, percent: float, *, expected_revision: int = 0
+) -> registry.Model:
+    wanted = registry.Shadow(version=version, percent=percent)
+    return catalogue.set_shadow(model, wanted, expected_revision=expected_revision)
+
+
+def test_a_shadow_is_a_version_and_a_share_until_it_is_ended() -> None:
+    model = a_model("v1", "v2")
+    shadowed = shadow(model, "v2", 0.5)
+    assert (shadowed.shadow.version, shadowed.shadow.percent) == ("v2", 0.5)
+    assert not model.HasField("shadow")
+    assert put(split(shadowed, v1=1), a_version("v3")).shadow == shadowed.shadow
+    assert catalogue.set_shadow(shadowed, None, expected_revision=0) == model
+
+
+@pytest.mark.parametrize(
+    ("version", "percent", "param"),
+    [
+        ("v9", 1, "shadow.version"),
+        ("", 1, "shadow.version"),
+        ("v2", 0, "shadow.percent"),
+        ("v2", -1, "shadow.percent"),
+        ("v2", 100.1, "shadow.percent"),
+        ("v2", float("nan"), "shadow.percent"),
+    ],
+)
+def test_a_wrong_shadow_is_refused(version: str, percent: float, param: str) -> None:
+    with pytest.raises(RefusedError) as refused:
+        shadow(a_model("v1", "v2"), version, percent)
+    assert (refused.value.reason, refused.value.param) == ("INVALID_ARGUMENT", param)
+
+
+def test_a_shadow_based_on_an_old_revision_conflicts() -> None:
+    model = a_model("v1", "v2")
+    model.revision = 7
+    with pytest.raises(RefusedError) as refused:
+        shadow(model, "v2", 1, expected_revision=6)
+    assert refused.value.reason == "CONFLICT"
+
+
+def test_a_version_that_gets_copies_stays() -> None:
+    shadowed = shadow(a_model("v1", "v2"), "v2", 5)
+    with pytest.raises(RefusedError) as refused:
+        catalogue.delete_version(shadowed, "v2", ())
+    assert refused.value.reason == "VERSION_IN_USE"
+    ended = catalogue.set_shadow(shadowed, None, expected_revision=0)
+    assert catalogue.delete_version(ended, "v2", ()) == a_model("v1")
+
+
+CHAT, LITTLE = a_model("v1"), registry.Model(name="little", versions=[a_version("v1")])
+
+
+def check(alias: registry.Alias, *, aliases: tuple[str, ...] = ()) -> registry.Alias:
+    models = {model.name: model for model in (CHAT, LITTLE)}
+    return catalogue.check_alias(alias, models=models, aliases=aliases)
 
 
 def test_an_alias_stands_for_a_model_or_a_version() -> None:
     for target in ("chat", "chat@v1"):
-        assert alias("stable", target, model=a_model("v1")).target == target
+        assert check(registry.Alias(name="stable", target=target)).target == target
 
 
 @pytest.mark.parametrize(
-    ("reason", "name", "target", "flags"),
+    ("reason", "name", "target", "aliases"),
     [
-        ("INVALID_ARGUMENT", "Stable", "chat", {"model": a_model("v1")}),
-        ("INVALID_ARGUMENT", "stable", "chat@@v1", {"model": a_model("v1")}),
-        ("INVALID_ARGUMENT", "stable", "chat", {"model": a_model("v1"), "names_model": True}),
-        ("INVALID_ARGUMENT", "a", "b", {"target_is_alias": True}),
-        ("INVALID_ARGUMENT", "a", "a", {}),
-        ("MODEL_NOT_FOUND", "a", "b", {}),
-        ("MODEL_NOT_FOUND", "a", "chat@v9", {"model": a_model("v1")}),
+        ("INVALID_ARGUMENT", "Stable", "chat", ()),
+        ("INVALID_ARGUMENT", "stable", "chat@@v1", ()),
+        ("INVALID_ARGUMENT", "stable", "", ()),
+        ("INVALID_ARGUMENT", "little", "chat", ()),
+        ("INVALID_ARGUMENT", "a", "b", ("b",)),
+        ("INVALID_ARGUMENT", "a", "a", ()),
+        ("MODEL_NOT_FOUND", "a", "b", ()),
+        ("MODEL_NOT_FOUND", "a", "chat@v9", ()),
     ],
 )
 def test_a_wrong_alias_is_refused(
-    reason: str, name: str, target: str, flags: dict[str, object]
+    reason: str, name: str, target: str, aliases: tuple[str, ...]
 ) -> None:
     with pytest.raises(RefusedError) as refused:
-        alias(name, target, **flags)  # type: ignore[arg-type]
+        check(registry.Alias(name=name, target=target), aliases=aliases)
     assert refused.value.reason == reason
+
+
+def tiered(name: str = "auto", target: str = "", **tiers: object) -> registry.Alias:
+    fields = {"small": "little", "large": "chat@v1", "classifier": "light", **tiers}
+    return registry.Alias(name=name, target=target, tiers=registry.Tiers(**fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("default", "tier", "target"),
+    [
+        (registry.TIER_UNSPECIFIED, registry.TIER_LARGE, "chat@v1"),
+        (registry.TIER_LARGE, registry.TIER_LARGE, "chat@v1"),
+        (registry.TIER_SMALL, registry.TIER_SMALL, "little"),
+    ],
+)
+def test_who_knows_no_tiers_reads_the_default_ones_target(
+    default: "registry.Tier.ValueType", tier: "registry.Tier.ValueType", target: str
+) -> None:
+    wanted = tiered(default_tier=default, threshold=0.0, small_prompt_tokens_max=2000)
+    stored = check(wanted)
+    assert (stored.tiers.default_tier, stored.target) == (tier, target)
+    assert stored.tiers.HasField("threshold")
+    assert check(stored) == stored
+    assert not wanted.target
+
+
+@pytest.mark.parametrize(
+    ("reason", "param", "alias"),
+    [
+        ("INVALID_ARGUMENT", "alias.tiers.small", tiered(small="")),
+        ("INVALID_ARGUMENT", "alias.tiers.large", tiered(large="little")),
+        ("INVALID_ARGUMENT", "alias.tiers.large", tiered(large="auto")),
+        ("INVALID_ARGUMENT", "alias.tiers.large", tiered(large="other")),
+        ("INVALID_ARGUMENT", "alias.tiers.classifier", tiered(classifier="")),
+        ("INVALID_ARGUMENT", "alias.tiers.classifier", tiered(classifier="Light 2")),
+        ("INVALID_ARGUMENT", "alias.tiers.threshold", tiered(threshold=1.5)),
+        ("INVALID_ARGUMENT", "alias.tiers.threshold", tiered(threshold=float("nan"))),
+        ("INVALID_ARGUMENT", "alias.tiers.default_tier", tiered(default_tier=9)),
+        ("INVALID_ARGUMENT", "alias.target", tiered(target="little")),
+        ("MODEL_NOT_FOUND", "alias.tiers.small", tiered(small="nope")),
+        ("MODEL_NOT_FOUND", "alias.tiers.small", tiered(small="chat@v2")),
+    ],
+)
+def test_wrong_tiers_are_refused(reason: str, param: str, alias: registry.Alias) -> None:
+    with pytest.raises(RefusedError) as refused:
+        check(alias, aliases=("other",))
+    assert (refused.value.reason, refused.value.param) == (reason, param)
+
+
+def test_a_tiered_alias_holds_both_of_its_targets() -> None:
+    aliases = [check(tiered(default_tier=registry.TIER_LARGE))]
+    for model in (CHAT, LITTLE):
+        with pytest.raises(RefusedError, match="auto") as refused:
+            catalogue.delete_version(model, "v1", aliases)
+        assert refused.value.reason == "VERSION_IN_USE"
 
 
 def test_a_model_cannot_take_an_aliass_name() -> None:

@@ -133,19 +133,20 @@ class CatalogueStore:
 
     async def put_alias(self, alias: registry.Alias) -> registry.Alias:
         """Store an alias."""
-        target_name, _ = split_target(alias.target, param="alias.target")
+        targets = {
+            split_target(target, param=field)[0]
+            for field, target in catalogue.targets_of(alias).items()
+        }
         for _ in range(self._attempts):
             guard = await self._guard()
-            same_name, target, target_alias = await asyncio.gather(
-                self._store.get(self._keys.model(alias.name)),
-                self._store.get(self._keys.model(target_name)),
-                self._store.get(self._keys.alias(target_name)),
+            models, aliases = await asyncio.gather(
+                asyncio.gather(*(self.model(name) for name in {alias.name, *targets})),
+                asyncio.gather(*(self._store.get(self._keys.alias(name)) for name in targets)),
             )
             checked = catalogue.check_alias(
                 alias,
-                names_model=same_name is not None,
-                target=decode_model(target),
-                target_is_alias=target_alias is not None,
+                models={model.name: model for model in models if model is not None},
+                aliases={n for n, found in zip(targets, aliases, strict=True) if found is not None},
             )
             result = await self._store.commit(
                 if_=[guard.unchanged],

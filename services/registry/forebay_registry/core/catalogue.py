@@ -2,13 +2,13 @@
 
 A version's artifact never changes: the same sha256 where both have one, else the same place. Every
 model has at least one version and a split whose weights are above 0. A name is a model's or an
-alias's, never both, and an alias stands for a model, never for an alias, so there are no cycles.
+alias's, never both, and an alias stands for models, never for an alias, so there are no cycles.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from forebay.engine.v1 import engine_service_pb2 as engine
 from forebay.registry.v1 import registry_service_pb2 as registry
@@ -77,14 +77,14 @@ def delete_version(
     """The model without the version; None when that was its only one and the model goes too.
 
     Raises:
-        RefusedError: VERSION_IN_USE while it gets traffic beside other versions, or an alias stands
-            for what would be gone.
+        RefusedError: VERSION_IN_USE while it gets traffic, or copies of it, beside other versions,
+            or an alias stands for what would be gone.
     """
     if find_version(model, version) is None:
         return model
     is_last = len(model.versions) == 1
     gone = {f"{model.name}@{version}", *([model.name] if is_last else [])}
-    holder = next((alias.name for alias in aliases if alias.target in gone), None)
+    holder = next((a.name for a in aliases if not gone.isdisjoint(targets_of(a).values())), None)
     if holder is not None:
         raise RefusedError(
             "VERSION_IN_USE", f"The alias {holder} stands for it; delete or move the alias first."
@@ -94,6 +94,10 @@ def delete_version(
     if any(entry.version == version and entry.weight > 0 for entry in model.split):
         raise RefusedError(
             "VERSION_IN_USE", "The version gets traffic; set a split without it first."
+        )
+    if model.HasField("shadow") and model.shadow.version == version:
+        raise RefusedError(
+            "VERSION_IN_USE", "The version gets copies of requests; set no shadow first."
         )
     changed = registry.Model()
     changed.CopyFrom(model)
@@ -114,8 +118,7 @@ def set_split(
         RefusedError: CONFLICT when the model is not at `expected_revision` (0: wherever it is),
             else INVALID_ARGUMENT.
     """
-    if expected_revision not in (0, model.revision):
-        raise RefusedError("CONFLICT", "The model has changed since; read it again.")
+    _check_revision(model, expected_revision)
     weights: dict[str, int] = {}
     for entry in split:
         if find_version(model, entry.version) is None:
@@ -136,39 +139,96 @@ def set_split(
     return changed
 
 
+def set_shadow(
+    model: registry.Model, shadow: registry.Shadow | None, *, expected_revision: int
+) -> registry.Model:
+    """The model with another shadow; None for none.
+
+    Raises:
+        RefusedError: CONFLICT as of `set_split`, else INVALID_ARGUMENT.
+    """
+    _check_revision(model, expected_revision)
+    changed = registry.Model()
+    changed.CopyFrom(model)
+    if shadow is None:
+        changed.ClearField("shadow")
+        return changed
+    if find_version(model, shadow.version) is None:
+        raise _invalid("The model has no such version.", "shadow.version")
+    # A comparison with NaN is false.
+    if not 0 < shadow.percent <= 100:
+        raise _invalid("percent must be above 0 and at most 100.", "shadow.percent")
+    changed.shadow.CopyFrom(shadow)
+    return changed
+
+
+def targets_of(alias: registry.Alias) -> Mapping[str, str]:
+    """What an alias stands for, by the field that says so."""
+    if not alias.HasField("tiers"):
+        return {"alias.target": alias.target}
+    return {"alias.tiers.small": alias.tiers.small, "alias.tiers.large": alias.tiers.large}
+
+
 def check_alias(
     alias: registry.Alias,
     *,
-    names_model: bool,
-    target: registry.Model | None,
-    target_is_alias: bool,
+    models: Mapping[str, registry.Model],
+    aliases: Collection[str],
 ) -> registry.Alias:
-    """The alias, when it may be stored.
+    """The alias as it may be stored. The target of a tiered one becomes that of its default tier.
 
     Args:
         alias: as the caller wants it.
-        names_model: whether a model already has the alias's name.
-        target: the model that the target names; None when there is none.
-        target_is_alias: whether the target names another alias.
+        models: those of the models that it names, itself or in its targets, that exist.
+        aliases: those of its targets' names that are aliases.
 
     Raises:
-        RefusedError: INVALID_ARGUMENT, or MODEL_NOT_FOUND when the target does not exist.
+        RefusedError: INVALID_ARGUMENT, or MODEL_NOT_FOUND when a target does not exist.
     """
     check_name(alias.name, param="alias.name")
-    name, version = split_target(alias.target, param="alias.target")
-    if names_model:
+    checked = registry.Alias(name=alias.name, target=alias.target)
+    if alias.HasField("tiers"):
+        _check_tiers(alias.tiers)
+        tiers = checked.tiers
+        tiers.CopyFrom(alias.tiers)
+        tiers.default_tier = tiers.default_tier or registry.TIER_LARGE
+        target = tiers.small if tiers.default_tier == registry.TIER_SMALL else tiers.large
+        if alias.target not in ("", target):
+            raise _invalid("A tiered alias has no target but its default tier's.", "alias.target")
+        checked.target = target
+    if alias.name in models:
         raise _invalid("A model has this name.", "alias.name")
-    if target is None and (target_is_alias or name == alias.name):
-        raise _invalid("An alias stands for a model, not for an alias.", "alias.target")
-    if target is None:
-        raise RefusedError(
-            "MODEL_NOT_FOUND", "No model has the target's name.", param="alias.target"
-        )
-    if version is not None and find_version(target, version) is None:
-        raise RefusedError(
-            "MODEL_NOT_FOUND", "The model has no such version.", param="alias.target"
-        )
-    return registry.Alias(name=alias.name, target=alias.target)
+    for field, target in targets_of(checked).items():
+        _check_target(alias.name, target, models, aliases, param=field)
+    return checked
+
+
+def _check_target(
+    alias: str,
+    target: str,
+    models: Mapping[str, registry.Model],
+    aliases: Collection[str],
+    *,
+    param: str,
+) -> None:
+    name, version = split_target(target, param=param)
+    model = models.get(name)
+    if model is None and (name in aliases or name == alias):
+        raise _invalid("An alias stands for a model, not for an alias.", param)
+    if model is None:
+        raise RefusedError("MODEL_NOT_FOUND", "No model has the target's name.", param=param)
+    if version is not None and find_version(model, version) is None:
+        raise RefusedError("MODEL_NOT_FOUND", "The model has no such version.", param=param)
+
+
+def _check_tiers(tiers: registry.Tiers) -> None:
+    if tiers.small == tiers.large:
+        raise _invalid("The tiers must be two.", "alias.tiers.large")
+    if tiers.default_tier not in registry.Tier.values():
+        raise _invalid("default_tier is not known.", "alias.tiers.default_tier")
+    check_name(tiers.classifier, param="alias.tiers.classifier")
+    if tiers.HasField("threshold") and not 0 <= tiers.threshold <= 1:
+        raise _invalid("threshold must be from 0 to 1.", "alias.tiers.threshold")
 
 
 def check_new_model_name(*, names_alias: bool) -> None:
@@ -180,6 +240,11 @@ def check_new_model_name(*, names_alias: bool) -> None:
 def find_version(model: registry.Model, version: str) -> registry.ModelVersion | None:
     """The model's version of that name, the stored one itself; None when there is none."""
     return next((each for each in model.versions if each.version == version), None)
+
+
+def _check_revision(model: registry.Model, expected_revision: int) -> None:
+    if expected_revision not in (0, model.revision):
+        raise RefusedError("CONFLICT", "The model has changed since; read it again.")
 
 
 def _check_version(name: str, version: registry.ModelVersion) -> registry.ModelVersion:

@@ -25,55 +25,65 @@ _sym_db = _symbol_database.Default()
 from forebay.engine.v1 import engine_service_pb2 as forebay_dot_engine_dot_v1_dot_engine__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*forebay/registry/v1/registry_service.proto\x12\x13\x66orebay.registry.v1\x1a&forebay/engine/v1/engine_service.proto\"v\n\tCatalogue\x12\x10\n\x08revision\x18\x01 \x01(\x03\x12*\n\x06models\x18\x02 \x03(\x0b\x32\x1a.forebay.registry.v1.Model\x12+\n\x07\x61liases\x18\x03 \x03(\x0b\x32\x1a.forebay.registry.v1.Alias\"\xa4\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x33\n\x08versions\x18\x02 \x03(\x0b\x32!.forebay.registry.v1.ModelVersion\x12.\n\x05split\x18\x03 \x03(\x0b\x32\x1f.forebay.registry.v1.SplitEntry\x12\x10\n\x08revision\x18\x04 \x01(\x03\x12\x16\n\x0e\x63reated_unix_s\x18\x05 \x01(\x03\"|\n\x0cModelVersion\x12\x0f\n\x07version\x18\x01 \x01(\t\x12*\n\x04spec\x18\x02 \x01(\x0b\x32\x1c.forebay.engine.v1.ModelSpec\x12\x17\n\x0f\x61rtifact_sha256\x18\x03 \x01(\t\x12\x16\n\x0e\x63reated_unix_s\x18\x04 \x01(\x03\"-\n\nSplitEntry\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\r\"%\n\x05\x41lias\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\"V\n\x11PutVersionRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x32\n\x07version\x18\x02 \x01(\x0b\x32!.forebay.registry.v1.ModelVersion\"?\n\x12PutVersionResponse\x12)\n\x05model\x18\x01 \x01(\x0b\x32\x1a.forebay.registry.v1.Model\"6\n\x14\x44\x65leteVersionRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"\x17\n\x15\x44\x65leteVersionResponse\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"=\n\x10GetModelResponse\x12)\n\x05model\x18\x01 \x01(\x0b\x32\x1a.forebay.registry.v1.Model\"\x13\n\x11ListModelsRequest\"G\n\x12ListModelsResponse\x12\x31\n\tcatalogue\x18\x01 \x01(\x0b\x32\x1e.forebay.registry.v1.Catalogue\"k\n\x0fSetSplitRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12.\n\x05split\x18\x02 \x03(\x0b\x32\x1f.forebay.registry.v1.SplitEntry\x12\x19\n\x11\x65xpected_revision\x18\x03 \x01(\x03\"=\n\x10SetSplitResponse\x12)\n\x05model\x18\x01 \x01(\x0b\x32\x1a.forebay.registry.v1.Model\"<\n\x0fPutAliasRequest\x12)\n\x05\x61lias\x18\x01 \x01(\x0b\x32\x1a.forebay.registry.v1.Alias\"=\n\x10PutAliasResponse\x12)\n\x05\x61lias\x18\x01 \x01(\x0b\x32\x1a.forebay.registry.v1.Alias\"\"\n\x12\x44\x65leteAliasRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x15\n\x13\x44\x65leteAliasResponse\"\x17\n\x15WatchCatalogueRequest\"K\n\x16WatchCatalogueResponse\x12\x31\n\tcatalogue\x18\x01 \x01(\x0b\x32\x1e.forebay.registry.v1.Catalogue2\x91\x06\n\x0fRegistryService\x12]\n\nPutVersion\x12&.forebay.registry.v1.PutVersionRequest\x1a\'.forebay.registry.v1.PutVersionResponse\x12\x66\n\rDeleteVersion\x12).forebay.registry.v1.DeleteVersionRequest\x1a*.forebay.registry.v1.DeleteVersionResponse\x12W\n\x08GetModel\x12$.forebay.registry.v1.GetModelRequest\x1a%.forebay.registry.v1.GetModelResponse\x12]\n\nListModels\x12&.forebay.registry.v1.ListModelsRequest\x1a\'.forebay.registry.v1.ListModelsResponse\x12W\n\x08SetSplit\x12$.forebay.registry.v1.SetSplitRequest\x1a%.forebay.registry.v1.SetSplitResponse\x12W\n\x08PutAlias\x12$.forebay.registry.v1.PutAliasRequest\x1a%.forebay.registry.v1.PutAliasResponse\x12`\n\x0b\x44\x65leteAlias\x12\'.forebay.registry.v1.DeleteAliasRequest\x1a(.forebay.registry.v1.DeleteAliasResponse\x12k\n\x0eWatchCatalogue\x12*.forebay.registry.v1.WatchCatalogueRequest\x1a+.forebay.registry.v1.WatchCatalogueResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*forebay/registry/v1/registry_service.proto\x12\x13\x66orebay.registry.v1\x1a&forebay/engine/v1/engine_service.proto\"v\n\tCatalogue\x12\x10\n\x08revision\x18\x01 \x01(\x03\x12*\n\x06models\x18\x02 \x03(\x0b\x32\x1a.forebay.registry.v1.Model\x12+\n\x07\x61liases\x18\x03 \x03(\x0b\x32\x1a.forebay.registry.v1.Alias\"\xd1\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x33\n\x08versions\x18\x02 \x03(\x0b\x32!.forebay.registry.v1.ModelVersion\x12.\n\x05split\x18\x03 \x03(\x0b\x32\x1f.forebay.registry.v1.SplitEntry\x12\x10\n\x08revision\x18\x04 \x01(\x03\x12\x16\n\x0e\x63reated_unix_s\x18\x05 \x01(\x03\x12+\n\x06shadow\x18\x06 \x01(\x0b\x32\x1b.forebay.registry.v1.Shadow\"*\n\x06Shadow\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0f\n\x07percent\x18\x02 \x01(\x01\"|\n\x0cModelVersion\x12\x0f\n\x07version\x18\x01 \x01(\t\x12*\n\x04spec\x18\x02 \x01(\x0b\x32\x1c.forebay.engine.v1.ModelSpec\x12\x17\n\x0f\x61rtifact_sha256\x18\x03 \x01(\t\x12\x16\n\x0e\x63reated_unix_s\x18\x04 \x01(\x03\"-\n\nSplitEntry\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06weight\x18\x02 \x01(\r\"P\n\x05\x41lias\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06target\x18\x02 \x01(\t\x12)\n\x05tiers\x18\x03 \x01(\x0b\x32\x1a.forebay.registry.v1.Tiers\"\xb1\x01\n\x05Tiers\x12\r\n\x05small\x18\x01 \x01(\t\x12\r\n\x05large\x18\x02 \x01(\t\x12/\n\x0c\x64\x65\x66\x61ult_tier\x18\x03 \x01(\x0e\x32\x19.forebay.registry.v1.Tier\x12\x12\n\nclassifier\x18\x04 \x01(\t\x12\x16\n\tthreshold\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x1f\n\x17small_prompt_tokens_max\x18\x06 \x01(\rB\x0c\n\n_threshold\"V\n\x11PutVersionRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x32\n\x07version\x18\x02 \x01(\x0b\x32!.forebay.registry.v1.ModelVersion\"?\n\x12PutVersionResponse\x12)\n\x05model\x18\x01 \x01(\x0b\x32\x1a.forebay.registry.v1.Model\"6\n\x14\x44\x65leteVersionRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"\x17\n\x15\x44\x65leteVersionResponse\"\x1f\n\x0fGetModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"=\n\x10GetModelResponse\x12)\n\x05model\x18\x01 \x01(\x0b\x32\x1a.forebay.registry.v1.Model\"\x13\n\x11ListModelsRequest\"G\n\x12ListModelsResponse\x12\x31\n\tcatalogue\x18\x01 \x01(\x0b\x32\x1e.forebay.registry.v1.Catalogue\"k\n\x0fSetSplitRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12.\n\x05split\x18\x02 \x03(\x0b\x32\x1f.forebay.registry.v1.SplitEntry\x12\x19\n\x11\x65xpected_revision\x18\x03 \x01(\x03\"=\n\x10SetSplitResponse\x12)\n\x05model\x18\x01 \x01(\x0b\x32\x1a.forebay.registry.v1.Model\"i\n\x10SetShadowRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12+\n\x06shadow\x18\x02 \x01(\x0b\x32\x1b.forebay.registry.v1.Shadow\x12\x19\n\x11\x65xpected_revision\x18\x03 \x01(\x03\">\n\x11SetShadowResponse\x12)\n\x05model\x18\x01 \x01(\x0b\x32\x1a.forebay.registry.v1.Model\"<\n\x0fPutAliasRequest\x12)\n\x05\x61lias\x18\x01 \x01(\x0b\x32\x1a.forebay.registry.v1.Alias\"=\n\x10PutAliasResponse\x12)\n\x05\x61lias\x18\x01 \x01(\x0b\x32\x1a.forebay.registry.v1.Alias\"\"\n\x12\x44\x65leteAliasRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x15\n\x13\x44\x65leteAliasResponse\"\x17\n\x15WatchCatalogueRequest\"K\n\x16WatchCatalogueResponse\x12\x31\n\tcatalogue\x18\x01 \x01(\x0b\x32\x1e.forebay.registry.v1.Catalogue*<\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0e\n\nTIER_SMALL\x10\x01\x12\x0e\n\nTIER_LARGE\x10\x02\x32\xed\x06\n\x0fRegistryService\x12]\n\nPutVersion\x12&.forebay.registry.v1.PutVersionRequest\x1a\'.forebay.registry.v1.PutVersionResponse\x12\x66\n\rDeleteVersion\x12).forebay.registry.v1.DeleteVersionRequest\x1a*.forebay.registry.v1.DeleteVersionResponse\x12W\n\x08GetModel\x12$.forebay.registry.v1.GetModelRequest\x1a%.forebay.registry.v1.GetModelResponse\x12]\n\nListModels\x12&.forebay.registry.v1.ListModelsRequest\x1a\'.forebay.registry.v1.ListModelsResponse\x12W\n\x08SetSplit\x12$.forebay.registry.v1.SetSplitRequest\x1a%.forebay.registry.v1.SetSplitResponse\x12Z\n\tSetShadow\x12%.forebay.registry.v1.SetShadowRequest\x1a&.forebay.registry.v1.SetShadowResponse\x12W\n\x08PutAlias\x12$.forebay.registry.v1.PutAliasRequest\x1a%.forebay.registry.v1.PutAliasResponse\x12`\n\x0b\x44\x65leteAlias\x12\'.forebay.registry.v1.DeleteAliasRequest\x1a(.forebay.registry.v1.DeleteAliasResponse\x12k\n\x0eWatchCatalogue\x12*.forebay.registry.v1.WatchCatalogueRequest\x1a+.forebay.registry.v1.WatchCatalogueResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'forebay.registry.v1.registry_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_TIER']._serialized_start=1971
+  _globals['_TIER']._serialized_end=2031
   _globals['_CATALOGUE']._serialized_start=107
   _globals['_CATALOGUE']._serialized_end=225
   _globals['_MODEL']._serialized_start=228
-  _globals['_MODEL']._serialized_end=392
-  _globals['_MODELVERSION']._serialized_start=394
-  _globals['_MODELVERSION']._serialized_end=518
-  _globals['_SPLITENTRY']._serialized_start=520
-  _globals['_SPLITENTRY']._serialized_end=565
-  _globals['_ALIAS']._serialized_start=567
-  _globals['_ALIAS']._serialized_end=604
-  _globals['_PUTVERSIONREQUEST']._serialized_start=606
-  _globals['_PUTVERSIONREQUEST']._serialized_end=692
-  _globals['_PUTVERSIONRESPONSE']._serialized_start=694
-  _globals['_PUTVERSIONRESPONSE']._serialized_end=757
-  _globals['_DELETEVERSIONREQUEST']._serialized_start=759
-  _globals['_DELETEVERSIONREQUEST']._serialized_end=813
-  _globals['_DELETEVERSIONRESPONSE']._serialized_start=815
-  _globals['_DELETEVERSIONRESPONSE']._serialized_end=838
-  _globals['_GETMODELREQUEST']._serialized_start=840
-  _globals['_GETMODELREQUEST']._serialized_end=871
-  _globals['_GETMODELRESPONSE']._serialized_start=873
-  _globals['_GETMODELRESPONSE']._serialized_end=934
-  _globals['_LISTMODELSREQUEST']._serialized_start=936
-  _globals['_LISTMODELSREQUEST']._serialized_end=955
-  _globals['_LISTMODELSRESPONSE']._serialized_start=957
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1028
-  _globals['_SETSPLITREQUEST']._serialized_start=1030
-  _globals['_SETSPLITREQUEST']._serialized_end=1137
-  _globals['_SETSPLITRESPONSE']._serialized_start=1139
-  _globals['_SETSPLITRESPONSE']._serialized_end=1200
-  _globals['_PUTALIASREQUEST']._serialized_start=1202
-  _globals['_PUTALIASREQUEST']._serialized_end=1262
-  _globals['_PUTALIASRESPONSE']._serialized_start=1264
-  _globals['_PUTALIASRESPONSE']._serialized_end=1325
-  _globals['_DELETEALIASREQUEST']._serialized_start=1327
-  _globals['_DELETEALIASREQUEST']._serialized_end=1361
-  _globals['_DELETEALIASRESPONSE']._serialized_start=1363
-  _globals['_DELETEALIASRESPONSE']._serialized_end=1384
-  _globals['_WATCHCATALOGUEREQUEST']._serialized_start=1386
-  _globals['_WATCHCATALOGUEREQUEST']._serialized_end=1409
-  _globals['_WATCHCATALOGUERESPONSE']._serialized_start=1411
-  _globals['_WATCHCATALOGUERESPONSE']._serialized_end=1486
-  _globals['_REGISTRYSERVICE']._serialized_start=1489
-  _globals['_REGISTRYSERVICE']._serialized_end=2274
+  _globals['_MODEL']._serialized_end=437
+  _globals['_SHADOW']._serialized_start=439
+  _globals['_SHADOW']._serialized_end=481
+  _globals['_MODELVERSION']._serialized_start=483
+  _globals['_MODELVERSION']._serialized_end=607
+  _globals['_SPLITENTRY']._serialized_start=609
+  _globals['_SPLITENTRY']._serialized_end=654
+  _globals['_ALIAS']._serialized_start=656
+  _globals['_ALIAS']._serialized_end=736
+  _globals['_TIERS']._serialized_start=739
+  _globals['_TIERS']._serialized_end=916
+  _globals['_PUTVERSIONREQUEST']._serialized_start=918
+  _globals['_PUTVERSIONREQUEST']._serialized_end=1004
+  _globals['_PUTVERSIONRESPONSE']._serialized_start=1006
+  _globals['_PUTVERSIONRESPONSE']._serialized_end=1069
+  _globals['_DELETEVERSIONREQUEST']._serialized_start=1071
+  _globals['_DELETEVERSIONREQUEST']._serialized_end=1125
+  _globals['_DELETEVERSIONRESPONSE']._serialized_start=1127
+  _globals['_DELETEVERSIONRESPONSE']._serialized_end=1150
+  _globals['_GETMODELREQUEST']._serialized_start=1152
+  _globals['_GETMODELREQUEST']._serialized_end=1183
+  _globals['_GETMODELRESPONSE']._serialized_start=1185
+  _globals['_GETMODELRESPONSE']._serialized_end=1246
+  _globals['_LISTMODELSREQUEST']._serialized_start=1248
+  _globals['_LISTMODELSREQUEST']._serialized_end=1267
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1269
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1340
+  _globals['_SETSPLITREQUEST']._serialized_start=1342
+  _globals['_SETSPLITREQUEST']._serialized_end=1449
+  _globals['_SETSPLITRESPONSE']._serialized_start=1451
+  _globals['_SETSPLITRESPONSE']._serialized_end=1512
+  _globals['_SETSHADOWREQUEST']._serialized_start=1514
+  _globals['_SETSHADOWREQUEST']._serialized_end=1619
+  _globals['_SETSHADOWRESPONSE']._serialized_start=1621
+  _globals['_SETSHADOWRESPONSE']._serialized_end=1683
+  _globals['_PUTALIASREQUEST']._serialized_start=1685
+  _globals['_PUTALIASREQUEST']._serialized_end=1745
+  _globals['_PUTALIASRESPONSE']._serialized_start=1747
+  _globals['_PUTALIASRESPONSE']._serialized_end=1808
+  _globals['_DELETEALIASREQUEST']._serialized_start=1810
+  _globals['_DELETEALIASREQUEST']._serialized_end=1844
+  _globals['_DELETEALIASRESPONSE']._serialized_start=1846
+  _globals['_DELETEALIASRESPONSE']._serialized_end=1867
+  _globals['_WATCHCATALOGUEREQUEST']._serialized_start=1869
+  _globals['_WATCHCATALOGUEREQUEST']._serialized_end=1892
+  _globals['_WATCHCATALOGUERESPONSE']._serialized_start=1894
+  _globals['_WATCHCATALOGUERESPONSE']._serialized_end=1969
+  _globals['_REGISTRYSERVICE']._serialized_start=2034
+  _globals['_REGISTRYSERVICE']._serialized_end=2911
 # @@protoc_insertion_point(module_scope)

@@ -8,6 +8,7 @@ from forebay.engine.v1 import engine_service_pb2 as _engine_service_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -18,6 +19,30 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Tier:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _TierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Tier.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TIER_UNSPECIFIED: _Tier.ValueType  # 0
+    """None is meant."""
+    TIER_SMALL: _Tier.ValueType  # 1
+    """The cheaper one."""
+    TIER_LARGE: _Tier.ValueType  # 2
+    """The better one."""
+
+class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
+    """Tier is one of the two sizes of model that a tiered alias chooses from."""
+
+TIER_UNSPECIFIED: Tier.ValueType  # 0
+"""None is meant."""
+TIER_SMALL: Tier.ValueType  # 1
+"""The cheaper one."""
+TIER_LARGE: Tier.ValueType  # 2
+"""The better one."""
+Global___Tier: _TypeAlias = Tier  # noqa: Y015
 
 @_typing.final
 class Catalogue(_message.Message):
@@ -64,6 +89,7 @@ class Model(_message.Message):
     SPLIT_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     CREATED_UNIX_S_FIELD_NUMBER: _builtins.int
+    SHADOW_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     revision: _builtins.int
@@ -78,6 +104,10 @@ class Model(_message.Message):
     def split(self) -> _containers.RepeatedCompositeFieldContainer[Global___SplitEntry]:
         """Shares of traffic. Versions without an entry get none."""
 
+    @_builtins.property
+    def shadow(self) -> Global___Shadow:
+        """Absent: no request is copied."""
+
     def __init__(
         self,
         *,
@@ -86,14 +116,43 @@ class Model(_message.Message):
         split: _abc.Iterable[Global___SplitEntry] | None = ...,
         revision: _builtins.int = ...,
         created_unix_s: _builtins.int = ...,
+        shadow: Global___Shadow | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shadow", b"shadow"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "name", b"name", "revision", b"revision", "split", b"split", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_unix_s", b"created_unix_s", "name", b"name", "revision", b"revision", "shadow", b"shadow", "split", b"split", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class Shadow(_message.Message):
+    """Shadow is a version that gets copies of a model's requests, to be compared with the version that
+    answers them. Copies go last and are given up first; callers see nothing of them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    PERCENT_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """The version. It needs no weight in the split; a request that it answers itself is not copied."""
+    percent: _builtins.float
+    """Share of the model's requests that are copied, above 0 and at most 100."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        percent: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["percent", b"percent", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Shadow: _TypeAlias = Shadow  # noqa: Y015
 
 @_typing.final
 class ModelVersion(_message.Message):
@@ -165,23 +224,81 @@ class Alias(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The alias. Never the name of a model."""
     target: _builtins.str
-    """A model's name, or `name@version`."""
+    """A model's name, or `name@version`. Of a tiered alias the registry sets it to the target of the
+    default tier, for readers that do not know of tiers.
+    """
+    @_builtins.property
+    def tiers(self) -> Global___Tiers:
+        """Makes it a tiered alias."""
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         target: _builtins.str = ...,
+        tiers: Global___Tiers | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tiers", b"tiers"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "target", b"target", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Alias: _TypeAlias = Alias  # noqa: Y015
+
+@_typing.final
+class Tiers(_message.Message):
+    """Tiers says between which targets a classifier chooses, and how."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SMALL_FIELD_NUMBER: _builtins.int
+    LARGE_FIELD_NUMBER: _builtins.int
+    DEFAULT_TIER_FIELD_NUMBER: _builtins.int
+    CLASSIFIER_FIELD_NUMBER: _builtins.int
+    THRESHOLD_FIELD_NUMBER: _builtins.int
+    SMALL_PROMPT_TOKENS_MAX_FIELD_NUMBER: _builtins.int
+    small: _builtins.str
+    """What the small tier is: a model's name, or `name@version`. Required."""
+    large: _builtins.str
+    """What the large tier is, likewise; another than `small`. Required."""
+    default_tier: Global___Tier.ValueType
+    """Taken whenever the classifier fails, is too slow, or is not known to the router.
+    Absent: TIER_LARGE.
+    """
+    classifier: _builtins.str
+    """The classifier's name: `rules`, `light`, or one that the routers were given. Required."""
+    threshold: _builtins.float
+    """From 0 to 1: prompts of this score or more go to the large tier, so a higher threshold sends
+    more to the small one. Absent: the classifier's own.
+    """
+    small_prompt_tokens_max: _builtins.int
+    """Prompts of more tokens, as estimated, go to the large tier whatever the classifier says: the
+    small one may have no room for them. 0: no such limit.
+    """
+    def __init__(
+        self,
+        *,
+        small: _builtins.str = ...,
+        large: _builtins.str = ...,
+        default_tier: Global___Tier.ValueType = ...,
+        classifier: _builtins.str = ...,
+        threshold: _builtins.float | None = ...,
+        small_prompt_tokens_max: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_threshold", b"_threshold", "threshold", b"threshold"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_threshold", b"_threshold", "classifier", b"classifier", "default_tier", b"default_tier", "large", b"large", "small", b"small", "small_prompt_tokens_max", b"small_prompt_tokens_max", "threshold", b"threshold"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__threshold: _TypeAlias = _typing.Literal["threshold"]  # noqa: Y015
+    _WhichOneofArgType__threshold: _TypeAlias = _typing.Literal["_threshold", b"_threshold"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__threshold) -> _WhichOneofReturnType__threshold | None: ...
+
+Global___Tiers: _TypeAlias = Tiers  # noqa: Y015
 
 @_typing.final
 class PutVersionRequest(_message.Message):
@@ -422,6 +539,62 @@ class SetSplitResponse(_message.Message):
 Global___SetSplitResponse: _TypeAlias = SetSplitResponse  # noqa: Y015
 
 @_typing.final
+class SetShadowRequest(_message.Message):
+    """SetShadowRequest replaces a model's shadow."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    SHADOW_FIELD_NUMBER: _builtins.int
+    EXPECTED_REVISION_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The model's name."""
+    expected_revision: _builtins.int
+    """The model's revision the change is based on. 0: whatever it is."""
+    @_builtins.property
+    def shadow(self) -> Global___Shadow:
+        """The version must exist. Absent: no request is copied any more."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        shadow: Global___Shadow | None = ...,
+        expected_revision: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shadow", b"shadow"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_revision", b"expected_revision", "model", b"model", "shadow", b"shadow"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetShadowRequest: _TypeAlias = SetShadowRequest  # noqa: Y015
+
+@_typing.final
+class SetShadowResponse(_message.Message):
+    """SetShadowResponse is the model after the change."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def model(self) -> Global___Model:
+        """The model."""
+
+    def __init__(
+        self,
+        *,
+        model: Global___Model | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetShadowResponse: _TypeAlias = SetShadowResponse  # noqa: Y015
+
+@_typing.final
 class PutAliasRequest(_message.Message):
     """PutAliasRequest describes an alias."""
 
@@ -430,7 +603,7 @@ class PutAliasRequest(_message.Message):
     ALIAS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def alias(self) -> Global___Alias:
-        """The alias."""
+        """The alias. Of a tiered one the target is left empty, or as PutAliasResponse gave it."""
 
     def __init__(
         self,

@@ -60,6 +60,11 @@ class RegistryServiceStub:
                 request_serializer=forebay_dot_registry_dot_v1_dot_registry__service__pb2.SetSplitRequest.SerializeToString,
                 response_deserializer=forebay_dot_registry_dot_v1_dot_registry__service__pb2.SetSplitResponse.FromString,
                 _registered_method=True)
+        self.SetShadow = channel.unary_unary(
+                '/forebay.registry.v1.RegistryService/SetShadow',
+                request_serializer=forebay_dot_registry_dot_v1_dot_registry__service__pb2.SetShadowRequest.SerializeToString,
+                response_deserializer=forebay_dot_registry_dot_v1_dot_registry__service__pb2.SetShadowResponse.FromString,
+                _registered_method=True)
         self.PutAlias = channel.unary_unary(
                 '/forebay.registry.v1.RegistryService/PutAlias',
                 request_serializer=forebay_dot_registry_dot_v1_dot_registry__service__pb2.PutAliasRequest.SerializeToString,
@@ -120,8 +125,17 @@ class RegistryServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetShadow(self, request, context):
+        """SetShadow has a share of a model's requests copied to a version whose answers nobody gets, or
+        ends that. Idempotent. Reasons: INVALID_ARGUMENT, MODEL_NOT_FOUND, CONFLICT (as SetSplit).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PutAlias(self, request, context):
-        """PutAlias makes a name stand for a model or `name@version`. Idempotent.
+        """PutAlias makes a name stand for a model or `name@version`, or for two of them, of which a
+        classifier chooses by the prompt. Idempotent.
         Reasons: INVALID_ARGUMENT, MODEL_NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -169,6 +183,11 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     servicer.SetSplit,
                     request_deserializer=forebay_dot_registry_dot_v1_dot_registry__service__pb2.SetSplitRequest.FromString,
                     response_serializer=forebay_dot_registry_dot_v1_dot_registry__service__pb2.SetSplitResponse.SerializeToString,
+            ),
+            'SetShadow': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetShadow,
+                    request_deserializer=forebay_dot_registry_dot_v1_dot_registry__service__pb2.SetShadowRequest.FromString,
+                    response_serializer=forebay_dot_registry_dot_v1_dot_registry__service__pb2.SetShadowResponse.SerializeToString,
             ),
             'PutAlias': grpc.unary_unary_rpc_method_handler(
                     servicer.PutAlias,
@@ -322,6 +341,33 @@ class RegistryService:
             '/forebay.registry.v1.RegistryService/SetSplit',
             forebay_dot_registry_dot_v1_dot_registry__service__pb2.SetSplitRequest.SerializeToString,
             forebay_dot_registry_dot_v1_dot_registry__service__pb2.SetSplitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetShadow(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/forebay.registry.v1.RegistryService/SetShadow',
+            forebay_dot_registry_dot_v1_dot_registry__service__pb2.SetShadowRequest.SerializeToString,
+            forebay_dot_registry_dot_v1_dot_registry__service__pb2.SetShadowResponse.FromString,
             options,
             channel_credentials,
             insecure,

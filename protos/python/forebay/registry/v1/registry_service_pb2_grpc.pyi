@@ -50,8 +50,13 @@ class RegistryServiceStub:
     """SetSplit says which share of a model's traffic each version gets. Idempotent.
     Reasons: INVALID_ARGUMENT, MODEL_NOT_FOUND, CONFLICT (the revision is not the current one).
     """
+    SetShadow: _grpc.UnaryUnaryMultiCallable[_registry_service_pb2.SetShadowRequest, _registry_service_pb2.SetShadowResponse]
+    """SetShadow has a share of a model's requests copied to a version whose answers nobody gets, or
+    ends that. Idempotent. Reasons: INVALID_ARGUMENT, MODEL_NOT_FOUND, CONFLICT (as SetSplit).
+    """
     PutAlias: _grpc.UnaryUnaryMultiCallable[_registry_service_pb2.PutAliasRequest, _registry_service_pb2.PutAliasResponse]
-    """PutAlias makes a name stand for a model or `name@version`. Idempotent.
+    """PutAlias makes a name stand for a model or `name@version`, or for two of them, of which a
+    classifier chooses by the prompt. Idempotent.
     Reasons: INVALID_ARGUMENT, MODEL_NOT_FOUND.
     """
     DeleteAlias: _grpc.UnaryUnaryMultiCallable[_registry_service_pb2.DeleteAliasRequest, _registry_service_pb2.DeleteAliasResponse]
@@ -81,8 +86,13 @@ class RegistryServiceAsyncStub(RegistryServiceStub):
     """SetSplit says which share of a model's traffic each version gets. Idempotent.
     Reasons: INVALID_ARGUMENT, MODEL_NOT_FOUND, CONFLICT (the revision is not the current one).
     """
+    SetShadow: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.SetShadowRequest, _registry_service_pb2.SetShadowResponse]  # type: ignore[assignment]
+    """SetShadow has a share of a model's requests copied to a version whose answers nobody gets, or
+    ends that. Idempotent. Reasons: INVALID_ARGUMENT, MODEL_NOT_FOUND, CONFLICT (as SetSplit).
+    """
     PutAlias: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.PutAliasRequest, _registry_service_pb2.PutAliasResponse]  # type: ignore[assignment]
-    """PutAlias makes a name stand for a model or `name@version`. Idempotent.
+    """PutAlias makes a name stand for a model or `name@version`, or for two of them, of which a
+    classifier chooses by the prompt. Idempotent.
     Reasons: INVALID_ARGUMENT, MODEL_NOT_FOUND.
     """
     DeleteAlias: _aio.UnaryUnaryMultiCallable[_registry_service_pb2.DeleteAliasRequest, _registry_service_pb2.DeleteAliasResponse]  # type: ignore[assignment]
@@ -141,12 +151,23 @@ class RegistryServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def SetShadow(
+        self,
+        request: _registry_service_pb2.SetShadowRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_registry_service_pb2.SetShadowResponse, _abc.Awaitable[_registry_service_pb2.SetShadowResponse]]:
+        """SetShadow has a share of a model's requests copied to a version whose answers nobody gets, or
+        ends that. Idempotent. Reasons: INVALID_ARGUMENT, MODEL_NOT_FOUND, CONFLICT (as SetSplit).
+        """
+
+    @_abc_1.abstractmethod
     def PutAlias(
         self,
         request: _registry_service_pb2.PutAliasRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_registry_service_pb2.PutAliasResponse, _abc.Awaitable[_registry_service_pb2.PutAliasResponse]]:
-        """PutAlias makes a name stand for a model or `name@version`. Idempotent.
+        """PutAlias makes a name stand for a model or `name@version`, or for two of them, of which a
+        classifier chooses by the prompt. Idempotent.
         Reasons: INVALID_ARGUMENT, MODEL_NOT_FOUND.
         """
 
