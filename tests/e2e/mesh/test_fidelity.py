@@ -6,11 +6,13 @@ is one of those explained below, or a fault. An explanation that nothing needs i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -48,6 +50,21 @@ _EMBED = engine.ModelSpec(
     artifact_path=str(_MODELS / "minilm"),
     task=engine.TASK_EMBED,
 )
+_WITHOUT_OURS = """\
+import importlib.metadata
+
+_all = importlib.metadata.entry_points
+
+
+def _without_ours(**named):
+    found = _all(**named)
+    if not named:
+        return found
+    return importlib.metadata.EntryPoints(entry for entry in found if entry.name != "forebay")
+
+
+importlib.metadata.entry_points = _without_ours
+"""
 _START_S = 240
 _ANSWER_S = 120
 CASES = [*ANSWERED, *REFUSED]
@@ -196,21 +213,22 @@ async def servers(
         for _, process in bare.values():
             process.terminate()
         for _, process in bare.values():
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         etcd.kill()
 
 
 def _serve_bare(spec: engine.ModelSpec, folder: Path) -> tuple[str, subprocess.Popen[bytes]]:
     """Start vLLM's own server as the runner starts its engine, without what the runner adds."""
     arguments = vllm_arguments(spec, on_cpu=True, kv_cache_bytes=Config().kv_cache_bytes)
-    if "--logits-processors" in arguments:
-        at = arguments.index("--logits-processors")
-        del arguments[at : at + 2]
     port = free_port()
+    # All of vLLM's processes look for plug-ins by themselves, and ours is installed here.
+    bare = folder / "bare"
+    bare.mkdir(exist_ok=True)
+    (bare / "sitecustomize.py").write_text(_WITHOUT_OURS)
     with (folder / f"bare-{port}.out").open("ab") as log:
         process = subprocess.Popen(
             [
@@ -218,10 +236,12 @@ def _serve_bare(spec: engine.ModelSpec, folder: Path) -> tuple[str, subprocess.P
                 *("--host", "127.0.0.1", "--port", str(port)),
                 *arguments,
             ],
-            env={**os.environ, **ENVIRONMENT, **CPU_ENVIRONMENT},
+            env={**os.environ, **ENVIRONMENT, **CPU_ENVIRONMENT, "PYTHONPATH": str(bare)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            # Its engine outlives it where it is killed.
+            start_new_session=True,
         )
     return f"http://127.0.0.1:{port}", process
 
