@@ -84,6 +84,7 @@ async def serve(
     )
     store = Store.open(common.etcd_endpoints)
     catalogue = CatalogueView(store, keys)
+    breakers = Breakers(_breaker_options(config))
     fleet = Fleet(
         store,
         keys,
@@ -96,6 +97,7 @@ async def serve(
         rng=rng,
         cache_interval_ms=config.cache_interval_ms,
         placer=Placer(_place_options(config)),
+        on_left=breakers.forget,
     )
     metrics = Metrics(registry)
     metrics.watch_views(
@@ -111,7 +113,6 @@ async def serve(
     gate: Gate = (
         OpenGate() if secrets is None or keys_view is None else KeyGate(keys_view.current, secrets)
     )
-    breakers = Breakers(_breaker_options(config))
     lease = Lease.open(store, common.lease_ttl_s)
     cold = Cold(
         fleet,

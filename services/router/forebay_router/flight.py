@@ -56,3 +56,5 @@ class Try:
     replica_id: str
     attempt: Attempt
     ticket: Ticket
+    is_probe: bool = False
+    """It is to show whether its replica is well again, and has not yet."""

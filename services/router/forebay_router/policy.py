@@ -252,13 +252,15 @@ class RouterPolicy(Policy):
                 # Of an answer that comes whole, the first message is the last.
                 wanted.streams or wanted.max_tokens == 0,
             )
-        exclusions = Exclusions(
-            self._down,
-            self._breakers.excluded,
-            tried,
-            self._quarantine.occupied if flight.digest is not None else (),
-        )
-        return self._placer.choose(ask, now, self._rng, exclusions)
+        ejected = self._breakers.excluded
+        occupied = self._quarantine.occupied if flight.digest is not None else ()
+        exclusions = Exclusions(self._down, ejected, tried, occupied)
+        placement = self._placer.choose(ask, now, self._rng, exclusions)
+        if placement.chosen is None and ejected:
+            # One that was not well is better than none: the others may have gone meanwhile.
+            desperate = Exclusions(self._down, (), tried, occupied)
+            placement = self._placer.choose(ask, now, self._rng, desperate)
+        return placement
 
     async def _place_waiting(self, flight: Flight, what: str) -> Placement:
         """Wait for a replica: a little where one is missing, to the deadline where a model is being
@@ -361,7 +363,7 @@ class RouterPolicy(Policy):
         now = self._clock()
         assert flight.ask is not None, "a request was placed"
         ticket = self._placer.begin(flight.ask, placement, now)
-        self._breakers.sent(replica_id)
+        is_probe = self._breakers.sent(replica_id)
         if flight.digest is not None:
             self._quarantine.enter(replica_id, flight.digest)
         flight.tried += (replica_id,)
@@ -375,7 +377,7 @@ class RouterPolicy(Policy):
             placeable=placement.placeable,
         )
         record.attempts.append(attempt)
-        this = Try(flight, replica_id, attempt, ticket)
+        this = Try(flight, replica_id, attempt, ticket, is_probe)
         flight.tries.append(this)
         if kind == "resume":
             flight.resumes += 1
@@ -407,6 +409,8 @@ class RouterPolicy(Policy):
         this.attempt.first_message_s = now = self._clock()
         self._placer.first(this.ticket, now)
         flight = this.flight
+        if this.is_probe:
+            self._judge(this, _WELL, now)
         if flight.gate is not None:
             self._open_gate(flight)
         if flight.digest is not None:
@@ -524,8 +528,7 @@ class RouterPolicy(Policy):
         if this not in flight.tries:
             return
         flight.tries.remove(this)
-        replica_id, version = this.replica_id, flight.record.model_version
-        now = self._clock()
+        replica_id, now = this.replica_id, self._clock()
         self._placer.end(this.ticket, now, succeeded=is_well)
         this.attempt.outcome = word
         self._metrics.count_attempt(word)
@@ -533,15 +536,25 @@ class RouterPolicy(Policy):
             self._release_suspect(this)
         verdict = _WELL if is_well else _NOTHING
         if error is not None:
-            if error.status.replica_fault:
-                verdict = _FAULT
             if error.reason is Reason.REPLICA_LOST:
+                verdict = self._breakers.lost(replica_id, this.attempt.started_s, now)
                 self._fleet.mark_down(replica_id)
-        state = self._breakers.ended(replica_id, verdict, now, lambda: self._peers(version))
+            elif error.status.replica_fault:
+                verdict = _FAULT
+        self._judge(this, verdict, now)
+
+    def _judge(self, this: Try, verdict: Verdict, now: float) -> None:
+        """Tell the breaker what an attempt says of its replica."""
+        replica_id, version = this.replica_id, this.flight.record.model_version
+        is_probe, this.is_probe = this.is_probe, False
+        state = self._breakers.ended(
+            replica_id, verdict, now, lambda: self._peers(version), is_probe=is_probe
+        )
         if state is not None:
             if state is State.CLOSED:
                 self._placer.returned(replica_id, now)
             self._metrics.count_breaker(state)
+        if state is not None or is_probe:
             self._fleet.nudge()
 
     def _peers(self, version: str) -> tuple[int, int]:

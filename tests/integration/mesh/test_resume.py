@@ -76,6 +76,7 @@ class Client:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self.longest = 0
+        self._seen: dict[int, Seen] = {}
         self.grown = asyncio.Event()
 
     async def __aenter__(self) -> "Client":
@@ -91,7 +92,8 @@ class Client:
     def ask(self, numbers: Iterable[int]) -> list[asyncio.Task[Seen]]:
         """Begin a stream for each number: it says what is asked and how."""
         self.longest = 0
-        return [asyncio.create_task(self._follow(number)) for number in numbers]
+        self._seen = {number: Seen() for number in numbers}
+        return [asyncio.create_task(self._follow(*each)) for each in self._seen.items()]
 
     async def heal(self) -> None:
         """Wait until every replica is used again: a little traffic proves them."""
@@ -103,15 +105,16 @@ class Client:
 
         await until(healed, 60)
 
-    async def until_token(self, count: int) -> None:
-        """Wait until the stream that is furthest has so many tokens."""
+    async def until_token(self, count: int, *, of_all: bool = False) -> None:
+        """Wait until the stream that is furthest, or each of them, has so many tokens."""
         async with asyncio.timeout(30):
-            while self.longest < count:
+            while self.longest < count or (
+                of_all and any(len(seen.times_s) < count for seen in self._seen.values())
+            ):
                 self.grown.clear()
                 await self.grown.wait()
 
-    async def _follow(self, number: int) -> Seen:
-        seen = Seen()
+    async def _follow(self, number: int, seen: Seen) -> Seen:
         try:
             await (self._generate if number % 2 else self._call)(number, seen)
         except Exception as error:
@@ -120,9 +123,8 @@ class Client:
 
     def _grow(self, seen: Seen) -> None:
         seen.times_s.append(time.monotonic())
-        if len(seen.times_s) > self.longest:
-            self.longest = len(seen.times_s)
-            self.grown.set()
+        self.longest = max(self.longest, len(seen.times_s))
+        self.grown.set()
 
     async def _generate(self, number: int, seen: Seen) -> None:
         sampling = pb.SamplingOptions(max_tokens=TOKENS, ignore_eos=True)
@@ -204,14 +206,16 @@ async def resumed(mesh: Mesh) -> float:
 
 
 async def busiest(mesh: Mesh) -> str:
-    """The replica that holds most requests, as soon as one holds any."""
+    """The replica that lives and holds most requests, as soon as one holds any."""
     found: list[str] = []
 
     async def holds() -> bool:
         view = await mesh.view()
         held = {name: routed.in_flight for name, routed in view.items() if routed.placeable}
         found[:] = [max(held, key=lambda name: held[name], default="")]
-        return held.get(found[0], 0) > 0
+        if not held.get(found[0], 0):
+            return False
+        return (await mesh.engine_status(found[0])).runner_pid > 0
 
     await until(holds, 10)
     return found[0]
@@ -318,7 +322,8 @@ async def test_a_stream_survives_one_replica_after_another(fleet: Mesh) -> None:
         wanted = await uninterrupted(client, numbers)
         streams = client.ask(numbers)
         for cut in (10, 40, 70):
-            await client.until_token(cut)
+            # All of them: who waits for a first token when two runners die is taken for the cause.
+            await client.until_token(cut, of_all=True)
             victim = await busiest(fleet)
             await signal_runner(fleet, victim, signal.SIGKILL)
         answers = await asyncio.gather(*streams)

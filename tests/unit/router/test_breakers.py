@@ -68,9 +68,9 @@ def test_probes_go_one_at_a_time_and_close() -> None:
     assert breakers.state("a") is State.HALF_OPEN
     for n in range(3):
         assert "a" not in breakers.excluded
-        breakers.sent("a")
+        assert breakers.sent("a")
         assert "a" in breakers.excluded
-        breakers.ended("a", _WELL, 10.0 + n, _many)
+        breakers.ended("a", _WELL, 10.0 + n, _many, is_probe=True)
     assert breakers.state("a") is State.CLOSED
     assert "a" not in breakers.excluded
 
@@ -88,7 +88,7 @@ def test_a_probe_whose_caller_leaves_is_followed_by_another() -> None:
     breakers = _opened()
     breakers.advance(10.0)
     breakers.sent("a")
-    breakers.ended("a", _NOTHING, 11.0, _many)
+    breakers.ended("a", _NOTHING, 11.0, _many, is_probe=True)
     assert breakers.state("a") is State.HALF_OPEN
     assert "a" not in breakers.excluded
 
@@ -105,13 +105,38 @@ def test_a_long_good_time_makes_the_next_opening_a_first_one() -> None:
     breakers.advance(10.0)
     for n in range(3):
         breakers.sent("a")
-        breakers.ended("a", _WELL, 10.0 + n, _many)
+        breakers.ended("a", _WELL, 10.0 + n, _many, is_probe=True)
     for n in range(400):
         breakers.ended("a", _WELL, 13.0 + n / 10, _many)
     for _ in range(20):
         breakers.ended("a", _FAULT, 60.0, _many)
     assert breakers.state("a") is State.OPEN
     assert breakers.advance(70.0)
+
+
+def test_what_a_half_open_replica_had_before_proves_nothing() -> None:
+    breakers = _opened()
+    breakers.advance(10.0)
+    breakers.sent("a")
+    for n in range(5):
+        assert breakers.ended("a", _WELL, 10.0 + n, _many) is None
+    assert "a" in breakers.excluded
+    assert breakers.state("a") is State.HALF_OPEN
+
+
+def test_a_replica_that_dies_with_many_requests_was_lost_once() -> None:
+    breakers = Breakers()
+    verdicts = [breakers.lost("a", sent_s, 5.0 + sent_s / 100) for sent_s in (0.0, 1.0, 4.9, 5.0)]
+    assert verdicts == [_FAULT, _NOTHING, _NOTHING, _NOTHING]
+    assert breakers.lost("a", 5.1, 6.0) is _FAULT
+
+
+def test_a_replica_that_dies_again_and_again_is_taken_out() -> None:
+    breakers = Breakers()
+    for death in range(3):
+        verdict = breakers.lost("a", death, death + 0.5)
+        breakers.ended("a", verdict, death + 0.5, _many)
+    assert breakers.state("a") is State.OPEN
 
 
 @given(
@@ -127,15 +152,16 @@ def test_never_more_than_half_are_out_but_for_running_probes(
 ) -> None:
     breakers = Breakers(Options(open_s=1.0))
     now = 0.0
-    probing: set[str] = set()
     for replica_id, verdict, pause_s, sends in steps:
         now += pause_s
         breakers.advance(now)
+        is_probe = False
         if sends and replica_id not in breakers.excluded:
-            breakers.sent(replica_id)
-            if breakers.state(replica_id) is State.HALF_OPEN:
-                probing.add(replica_id)
-        breakers.ended(replica_id, verdict, now, lambda: (4, len(breakers.excluded)))
+            is_probe = breakers.sent(replica_id)
+            assert is_probe is (breakers.state(replica_id) is State.HALF_OPEN)
+        breakers.ended(
+            replica_id, verdict, now, lambda: (4, len(breakers.excluded)), is_probe=is_probe
+        )
         is_open = {one for one in "abcd" if breakers.state(one) is State.OPEN}
         assert is_open <= breakers.excluded
         assert sum(breakers.state(one) is not State.CLOSED for one in "abcd") <= 4

@@ -12,7 +12,7 @@ from forebay.inference.v1 import inference_service_pb2 as inference
 from forebay_common import metadata as md
 from forebay_common.errors import ForebayError, Reason
 from forebay_router.config import Config
-from forebay_router.core.breakers import Breakers
+from forebay_router.core.breakers import Breakers, State, Verdict
 from forebay_router.core.explain import Recent
 from forebay_router.core.marks import Marks
 from forebay_router.core.place import ModelLoad, Placer, Replica
@@ -116,6 +116,7 @@ class Router:
         self.registry = CollectorRegistry()
         self.fleet = Replicas(*replica_ids)
         self.recent = Recent(limit=10)
+        self.breakers = Breakers()
         config = Config(open=True, max_in_flight=max_in_flight, no_replica_wait_s=no_replica_wait_s)
         self.policy = RouterPolicy(
             Models(listed=listed),
@@ -123,7 +124,7 @@ class Router:
             config,
             gate=OpenGate(),
             cold=NoneCold(),
-            breakers=Breakers(),
+            breakers=self.breakers,
             metrics=Metrics(self.registry),
             recent=self.recent,
             rng=random.Random(1),
@@ -276,6 +277,36 @@ async def test_no_more_requests_are_in_flight_than_allowed_whether_they_wait_or_
     router.fleet.appear("a")
     await asyncio.wait(waiting)
     assert router.in_flight() == 2
+
+
+async def test_where_all_others_are_gone_one_that_is_proving_itself_is_better_than_none() -> None:
+    router = Router("a", "b", "c")
+    for replica_id in ("a", "b"):
+        for _ in range(3):
+            router.breakers.ended(replica_id, Verdict.FAULT, 0.0, lambda: (9, 0))
+    router.breakers.advance(50.0)
+    for n in range(9):
+        router.admitted(a_head(f"other-{n}"))
+    assert router.breakers.excluded == {"a", "b"}
+    on_c = router.admitted(a_head("on c"))
+    assert on_c.target == "c:1"
+    lost = ForebayError(Reason.REPLICA_LOST, "Lost.")
+    decision = await router.policy.on_failure(a_head("on c"), on_c, lost, Progress())
+    assert isinstance(decision, Retry)
+    assert decision.route.target in {"a:1", "b:1"}
+
+
+async def test_a_probe_is_over_with_its_first_message() -> None:
+    router = Router("a")
+    for _ in range(3):
+        router.breakers.ended("a", Verdict.FAULT, 0.0, lambda: (9, 0))
+    router.breakers.advance(50.0)
+    for _ in range(3):
+        route = router.admitted(a_head())
+        assert router.breakers.excluded == {"a"}
+        router.policy.on_first(a_head(), route, Progress())
+        assert not router.breakers.excluded
+    assert router.breakers.state("a") is State.CLOSED
 
 
 async def test_a_retry_holds_one_place_at_a_time() -> None:

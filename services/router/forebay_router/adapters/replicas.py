@@ -65,11 +65,12 @@ class Fleet:
         call_grace_s: float,
         rng: random.Random,
         placer: Placer,
+        on_left: Callable[[str], None] = lambda replica_id: None,
         cache_interval_ms: int = 100,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`channels` carry watches, `pool` the requests. `call_grace_s` is how long calls in
-        flight to a replica that left may go on."""
+        flight to a replica that left may go on. `on_left` hears of each that left."""
         self._view = View(store, keys.replicas, _decode)
         self._channels = channels
         self._pool = pool
@@ -82,6 +83,7 @@ class Fleet:
         self._replicas: tuple[Replica, ...] | None = None
         self._marks = Marks()
         self._placer = placer
+        self._on_left = on_left
         self._cache_interval_ms = cache_interval_ms
         self._clock = clock
         self._revision = 0
@@ -212,6 +214,7 @@ class Fleet:
             task.cancel()
         self._marks.forget(member.replica_id)
         self._placer.remove(member.replica_id)
+        self._on_left(member.replica_id)
         self._bump()
         _log.info("replica %s left", member.replica_id)
 

@@ -3,17 +3,20 @@
 A breaker is CLOSED while its replica is well. Faults in a row, or too large a share of faults among
 recent outcomes, open it: the replica gets no requests for a while that doubles each time. Then it
 is HALF_OPEN: one request at a time goes there, and after enough of them ended well in a row the
-breaker closes; one fault opens it again.
+breaker closes; one fault opens it again. A probe is over with its first message: an answer may take
+minutes more.
 
 Only what speaks against the replica is a fault. A caller's mistake, a refusal because it is full,
-and a caller that leaves say nothing. However many are bad, at least half of a model's replicas stay
-in: errors that come from everywhere are not cured by taking replicas away.
+and a caller that leaves say nothing. What was in flight when a replica died was lost once, however
+many requests it was. However many are bad, at least half of a model's replicas stay in: errors that
+come from everywhere are not cured by taking replicas away.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from collections.abc import Callable, Set
 from enum import StrEnum
 
@@ -57,6 +60,8 @@ class _Breaker:
     faults: float = 0.0
     weighed_s: float = 0.0
     in_a_row: int = 0
+    lost_s: float = -math.inf
+    """When it was last lost with all it had in flight."""
     state: State = State.CLOSED
     openings: int = 0
     until_s: float = 0.0
@@ -102,14 +107,33 @@ class Breakers:
             moved = True
         return moved
 
-    def sent(self, replica_id: str) -> None:
-        """A request goes there. While the breaker is half open, it is the only one."""
-        breaker = self._breakers.get(replica_id)
-        if breaker is not None and breaker.state is State.HALF_OPEN:
-            breaker.probing += 1
-            self._excluded.add(replica_id)
+    def sent(self, replica_id: str) -> bool:
+        """A request goes there. While the breaker is half open, it is the only one.
 
-    def ended(self, replica_id: str, verdict: Verdict, now: float, peers: Peers) -> State | None:
+        Returns:
+            Whether it is a probe: `ended` is to be told.
+        """
+        breaker = self._breakers.get(replica_id)
+        if breaker is None or breaker.state is not State.HALF_OPEN:
+            return False
+        breaker.probing += 1
+        self._excluded.add(replica_id)
+        return True
+
+    def lost(self, replica_id: str, since_s: float, now: float) -> Verdict:
+        """The replica was lost with a request that was sent at `since_s`. What was in flight
+        together is lost together: the first of it is a fault, the others say nothing."""
+        breaker = self._breakers.get(replica_id)
+        if breaker is None:
+            breaker = self._breakers[replica_id] = _Breaker(weighed_s=now)
+        elif since_s <= breaker.lost_s:
+            return Verdict.NOTHING
+        breaker.lost_s = now
+        return Verdict.FAULT
+
+    def ended(
+        self, replica_id: str, verdict: Verdict, now: float, peers: Peers, *, is_probe: bool = False
+    ) -> State | None:
         """An attempt there has ended, or has shown how it will.
 
         Returns:
@@ -121,7 +145,7 @@ class Breakers:
                 return None
             breaker = self._breakers[replica_id] = _Breaker(weighed_s=now)
         if breaker.state is State.HALF_OPEN:
-            return self._end_probe(replica_id, breaker, verdict, now)
+            return self._end_probe(replica_id, breaker, verdict, now, is_probe=is_probe)
         if breaker.state is State.OPEN or verdict is Verdict.NOTHING:
             return None
         self._weigh(breaker, verdict, now)
@@ -142,12 +166,20 @@ class Breakers:
         self._excluded.discard(replica_id)
 
     def _end_probe(
-        self, replica_id: str, breaker: _Breaker, verdict: Verdict, now: float
+        self,
+        replica_id: str,
+        breaker: _Breaker,
+        verdict: Verdict,
+        now: float,
+        *,
+        is_probe: bool,
     ) -> State | None:
-        # A request from before the breaker opened may end now, too: it counts the same.
-        breaker.probing = max(0, breaker.probing - 1)
         if verdict is Verdict.FAULT:
             return self._open(replica_id, breaker, now)
+        # A request from before the breaker opened may end now, too: that it does proves nothing.
+        if not is_probe:
+            return None
+        breaker.probing = max(0, breaker.probing - 1)
         if not breaker.probing:
             self._excluded.discard(replica_id)
         if verdict is Verdict.NOTHING:
