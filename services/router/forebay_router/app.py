@@ -10,8 +10,10 @@ import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
+from uuid import uuid4
 
 from forebay.router.v1 import key_service_pb2_grpc as key_rpc
+from forebay.router.v1 import quota_service_pb2_grpc as quota_rpc
 from forebay.router.v1 import router_service_pb2_grpc as router_rpc
 from forebay_common.apikeys import KeySecrets, read_secrets
 from forebay_common.channel import ENVELOPE_BYTES, ChannelPool
@@ -35,6 +37,8 @@ from forebay_router.adapters.batchers import ensure_model
 from forebay_router.adapters.catalogue import CatalogueView
 from forebay_router.adapters.keys import KeyStore, KeyView
 from forebay_router.adapters.openai import OpenAIFront
+from forebay_router.adapters.quota import PEER, Away, Quota
+from forebay_router.adapters.quota import Options as QuotaOptions
 from forebay_router.adapters.replicas import Fleet
 from forebay_router.cold_loop import Cold, claim_load
 from forebay_router.config import PREFIX, Config
@@ -47,6 +51,8 @@ from forebay_router.keys_service import SERVICE as KEYS
 from forebay_router.keys_service import KeyService
 from forebay_router.metrics import Metrics
 from forebay_router.policy import RouterPolicy
+from forebay_router.quota_metrics import QuotaMetrics
+from forebay_router.quota_service import QuotaService
 from forebay_router.service import SERVICE as ROUTER
 from forebay_router.service import RouterService, count_placeable
 
@@ -125,6 +131,7 @@ async def serve(
         released_most=config.max_released,
     )
     metrics.watch_cold(held=lambda: cold.held, loads=lambda: cold.loads)
+    quota = _quota(config, store, keys, common.instance_id, secrets)
     policy = RouterPolicy(
         catalogue,
         fleet,
@@ -134,6 +141,7 @@ async def serve(
         breakers=breakers,
         metrics=metrics,
         recent=recent,
+        quota=quota,
         rng=rng,
     )
     relay = Relay(policy, pool, metrics=wire_metrics)
@@ -158,6 +166,13 @@ async def serve(
         gate=gate,
     )
     wire_metrics.watch(server=server, pool=pool, http=front.server)
+    # Other routers reach this very process here, also where several share the ports above, and
+    # until all that it let in has ended.
+    peers = Server(Limits(), rng=rng) if quota is not None else None
+    if quota is not None and peers is not None:
+        registry.register(QuotaMetrics(quota))
+        peers.authorize = server.authorize
+        quota_rpc.add_QuotaServiceServicer_to_server(QuotaService(quota), peers.grpc)
     try:
         async with asyncio.TaskGroup() as tasks:
             readiness = tasks.create_task(_report_readiness(server, catalogue, fleet))
@@ -173,6 +188,11 @@ async def serve(
                 addresses["http"] = addresses["metrics"] = _advertised(bound, config)
             if (metrics_bound := serve_metrics(config.metrics_listen)) is not None:
                 addresses["metrics"] = _advertised(metrics_bound, config)
+            if quota is not None and peers is not None:
+                host = config.grpc_listen.rpartition(":")[0]
+                addresses[PEER] = _advertised(await peers.listen(f"{host}:0"), config)
+                quota.announce(addresses[PEER])
+                following.append(tasks.create_task(quota.run()))
             server.set_ready(ROUTER, True)
             server.set_ready(KEYS, True)
             _log.info("serving on %s", ", ".join(f"{k} {v}" for k, v in addresses.items()))
@@ -189,11 +209,16 @@ async def serve(
                 readiness.cancel()
                 grace_s = common.drain_timeout_s
                 await asyncio.gather(server.drain(grace_s), front.server.drain(grace_s))
+                if quota is not None:
+                    await quota.close()
             for task in following:
                 task.cancel()
     finally:
         await cold.close()
         await server.stop()
+        if quota is not None and peers is not None:
+            await quota.close()
+            await peers.stop()
         await pool.close()
         await channels.close()
         await store.close()
@@ -225,6 +250,23 @@ def _key_secrets(config: Config) -> KeySecrets | None:
         raise ConfigError(variable, f"cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ConfigError(variable, str(error)) from None
+
+
+def _quota(
+    config: Config, store: Store, keys: Keys, router_id: str, secrets: KeySecrets | None
+) -> Quota | None:
+    """The tenants' limits; None for a router that is open and knows none."""
+    if secrets is None:
+        return None
+    token = (("authorization", f"Bearer {secrets.router_token()}"),)
+    options = QuotaOptions(
+        timeout_s=config.quota_timeout_ms / 1000,
+        away=Away(config.quota_away),
+        tick_s=config.quota_tick_s,
+        streams_ttl_s=config.quota_streams_ttl_s,
+    )
+    session = f"{router_id}/{uuid4().hex}"
+    return Quota(store, keys, router_id, session, options, token=lambda: token)
 
 
 def _place_options(config: Config) -> PlaceOptions:

@@ -201,6 +201,39 @@ class Config:
         minimum=0.1,
         maximum=3600,
     )
+    quota_timeout_ms: int = option(
+        250,
+        "Longest wait for another router's word on a tenant's limits, in milliseconds; then this "
+        "router lets in its own part.",
+        minimum=10,
+        maximum=10_000,
+    )
+    quota_away: str = option(
+        "share",
+        "While the router that counts a tenant cannot be asked: `share` lets in an equal part of "
+        "the limits, `refuse` refuses, `admit` lets in.",
+        choices=("share", "refuse", "admit"),
+    )
+    quota_tick_s: float = option(
+        1.0,
+        "Between two looks at which routers can be reached, in seconds.",
+        minimum=0.1,
+        maximum=60,
+    )
+    quota_streams_ttl_s: float = option(
+        10.0,
+        "After how long without a word from a router its requests no longer count as running, in "
+        "seconds; keep it above three looks.",
+        minimum=2,
+        maximum=600,
+    )
+    quota_default_output_tokens: int = option(
+        512,
+        "Tokens reserved for an answer that the request does not bound, until the model's own "
+        "answers tell.",
+        minimum=1,
+        maximum=1_000_000,
+    )
     max_in_flight: int = option(
         4096, "Most requests at once; more are refused with QUEUE_FULL.", minimum=1
     )

@@ -9,6 +9,7 @@ from forebay_common.metadata import Metadata
 from forebay_wire.policy import Head
 from opentelemetry.trace import Span
 
+from forebay_router.adapters.quota import Hold
 from forebay_router.core.access import Tenant
 from forebay_router.core.explain import Attempt, Record
 from forebay_router.core.place import Ask, Ticket
@@ -46,6 +47,8 @@ class Flight:
     """Passed after it waited for a model, and opened again at its first token."""
     continuation: bytes | None = None
     """Sent in place of the message: where its answer goes on."""
+    hold: Hold | None = None
+    """What it was let in with, where its tenant is limited."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -12,7 +12,7 @@ import random
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Container
+from collections.abc import Awaitable, Callable, Container, Sequence
 
 from forebay.inference.v1 import inference_service_pb2 as inference
 from forebay_common import metadata as md
@@ -35,13 +35,16 @@ from forebay_wire.waiting import Waiting
 from google.protobuf.message import DecodeError
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
+from forebay_router.adapters.quota import Hold, Quota
 from forebay_router.config import Config
 from forebay_router.core.access import Scope, Tenant
 from forebay_router.core.breakers import Breakers, State, Verdict
 from forebay_router.core.budgets import AttemptBudget
 from forebay_router.core.explain import Attempt, Recent, Record, Wait, most_telling
 from forebay_router.core.generate import check_embed, check_generate
+from forebay_router.core.meter import Meter
 from forebay_router.core.openai import check_openai
+from forebay_router.core.output_guess import OutputGuess, estimate, used_tokens
 from forebay_router.core.place import Ask, Exclusions, Placement, Replica
 from forebay_router.core.quarantine import CONDEMNED, Quarantine
 from forebay_router.core.refusal import RefusedError
@@ -52,7 +55,7 @@ from forebay_router.core.resume import (
     continue_openai,
     delivered_usage,
 )
-from forebay_router.core.retry import RETRIES, Failure, Most, is_budgeted, judge
+from forebay_router.core.retry import PUSHBACKS, RETRIES, Failure, Most, is_budgeted, judge
 from forebay_router.core.retry import Verdict as Next
 from forebay_router.core.wanted import MAX_MODEL_CHARS, Wanted, digest_of
 from forebay_router.flight import Flight, Try
@@ -67,6 +70,7 @@ _WELL, _FAULT, _NOTHING = Verdict.WELL, Verdict.FAULT, Verdict.NOTHING
 _INFERENCE = Scope.INFERENCE
 _LABEL = re.compile(r"[\x21-\x7e]([\x20-\x7e]{0,254}[\x21-\x7e])?")
 _TOLD_EVERY_S = 1.0
+_NEVER_RAN = {*PUSHBACKS, "INVALID_ARGUMENT"}
 
 
 class RouterPolicy(Policy):
@@ -83,6 +87,7 @@ class RouterPolicy(Policy):
         breakers: Breakers,
         metrics: Metrics,
         recent: Recent,
+        quota: Quota | None,
         rng: random.Random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -96,6 +101,8 @@ class RouterPolicy(Policy):
         self._breakers = breakers
         self._metrics = metrics
         self._recent = recent
+        self._quota = quota
+        self._guess = OutputGuess(default=config.quota_default_output_tokens)
         self._config = config
         self._rng = rng
         self._clock = clock
@@ -135,6 +142,8 @@ class RouterPolicy(Policy):
             placement = self._place(flight, flight.tried)
             if placement.chosen is None or self._cold.is_awaited(flight.record.model_version):
                 return Waiting(lambda: self._admit_later(flight))
+            if identity.tenant.is_limited and not self._reserve_here(flight):
+                return Waiting(lambda: self._admit_later(flight))
             self._enter(flight)
             return self._route(flight, placement.chosen, placement)
         except Exception as failure:
@@ -166,6 +175,8 @@ class RouterPolicy(Policy):
                 await self._listed(flight)
                 self._resolve(flight)
                 flight.place_span = start_child("place", flight.span)
+            if flight.tenant is not None and flight.tenant.is_limited:
+                await self._reserve(flight)
             placement = await self._place_waiting(flight, "replica")
             if placement.chosen is None:
                 self._end_place(flight, placement)
@@ -234,6 +245,65 @@ class RouterPolicy(Policy):
         )
         if self._quarantine.has_suspects:
             self._look_up(flight)
+
+    # --- Limits --------------------------------------------------------------------------------
+
+    def _reserve_here(self, flight: Flight) -> bool:
+        """Take what a request may use out of its tenant's limits, where they are kept here.
+
+        Returns:
+            Whether they are.
+        """
+        quota, tenant, wanted = self._quota, flight.tenant, flight.wanted
+        assert quota is not None and tenant is not None and wanted is not None, "it is limited"
+        account, meters = quota.meters_for(tenant, wanted.model)
+        if not meters:
+            return True
+        if not quota.decides(account):
+            return False
+        hold = quota.reserve(account, meters, self._estimate(wanted, meters))
+        assert isinstance(hold, Hold), "it decides"
+        flight.hold = hold
+        return True
+
+    async def _reserve(self, flight: Flight) -> None:
+        """Take what a request may use out of its tenant's limits, wherever they are kept."""
+        quota, tenant, wanted = self._quota, flight.tenant, flight.wanted
+        assert quota is not None and tenant is not None and wanted is not None, "it is limited"
+        account, meters = quota.meters_for(tenant, wanted.model)
+        if not meters:
+            return
+        got = quota.reserve(account, meters, self._estimate(wanted, meters))
+        if isinstance(got, Hold):
+            flight.hold = got
+            return
+        began_s = self._clock()
+        try:
+            flight.hold = await got
+        finally:
+            flight.record.waits.append(Wait("quota", self._clock() - began_s))
+
+    def _estimate(self, wanted: Wanted, meters: Sequence[Meter]) -> int:
+        guess = self._guess.expected(wanted.model) if wanted.max_tokens is None else 0
+        return estimate(wanted.prompt_tokens, wanted.answers, wanted.max_tokens, guess, meters)
+
+    def _settle(self, flight: Flight, hold: Hold, progress: Progress, *, is_whole: bool) -> None:
+        """Give back what a request did not use."""
+        quota, wanted, usage = self._quota, flight.wanted, progress.usage
+        assert quota is not None and wanted is not None, "it was reserved"
+        if not flight.attempts:
+            quota.release(hold)
+        elif usage is None and not progress.messages and not self._ran(flight):
+            quota.settle(hold, 0)
+        else:
+            quota.settle(hold, used_tokens(usage, wanted.prompt_tokens, progress.messages))
+        if is_whole and usage is not None and wanted.max_tokens is None:
+            self._guess.learn(wanted.model, usage.completion_tokens // max(1, wanted.answers))
+
+    @staticmethod
+    def _ran(flight: Flight) -> bool:
+        """Whether any replica may have worked for it, though it said nothing."""
+        return any(attempt.outcome not in _NEVER_RAN for attempt in flight.record.attempts)
 
     # --- Placement -----------------------------------------------------------------------------
 
@@ -399,6 +469,7 @@ class RouterPolicy(Policy):
             first_message_s=self._first_s,
             silence_s=self._silence_s,
             hedge_s=self._hedge_s,
+            answer=flight.hold.answer if flight.hold is not None else (),
         )
 
     # --- What becomes of attempts --------------------------------------------------------------
@@ -609,6 +680,9 @@ class RouterPolicy(Policy):
         self._in_flight.discard(flight)
         if flight.gate is not None:
             self._open_gate(flight)
+        hold, flight.hold = flight.hold, None
+        if hold is not None:
+            self._settle(flight, hold, progress, is_whole=outcome is Outcome.SUCCEEDED)
         flight.record.outcome = _word(outcome, error)
         flight.record.ended_s = self._clock()
         self._count(flight, outcome, error, progress)

@@ -127,6 +127,7 @@ class Router:
             breakers=self.breakers,
             metrics=Metrics(self.registry),
             recent=self.recent,
+            quota=None,
             rng=random.Random(1),
             clock=lambda: 100.0,
         )

@@ -188,6 +188,10 @@ class Quota:
             account = self._books.account(tenant.name)
         return account, account.meters_for(tenant, model, self._clock())
 
+    def decides(self, account: Account) -> bool:
+        """Whether `reserve` answers at once, because the account is held here."""
+        return account.held and self._quorate
+
     def reserve(
         self, account: Account, meters: Sequence[Meter], tokens: int
     ) -> Hold | Awaitable[Hold]:

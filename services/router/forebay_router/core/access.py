@@ -61,19 +61,18 @@ class Tenant:
     revision: int = 0
     may_ask: re.Pattern[str] | None = None
     """Made of `models`."""
+    is_limited: bool = False
+    """Whether its requests are counted at all; made of its limits."""
 
     @classmethod
     def of(cls, name: str, models: tuple[str, ...] = (), **fields: object) -> Tenant:
-        """A tenant whose patterns are compiled."""
+        """A tenant with what is made of its fields."""
         may_ask = re.compile("|".join(map(fnmatch.translate, models))) if models else None
-        return cls(name, models, may_ask=may_ask, **fields)  # type: ignore[arg-type]  # its own
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether its requests are counted at all."""
-        return self.limits.limit_anything or any(
-            limits.limit_anything for limits in self.model_limits.values()
+        tenant = cls(name, models, may_ask=may_ask, **fields)  # type: ignore[arg-type]  # its own
+        is_limited = tenant.limits.limit_anything or any(
+            limits.limit_anything for limits in tenant.model_limits.values()
         )
+        return dataclasses.replace(tenant, is_limited=is_limited)
 
     def allows_model(self, name: str) -> bool:
         """Whether it may ask for a name; of `name@version` the name suffices."""
