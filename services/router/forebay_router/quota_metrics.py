@@ -51,6 +51,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[Quota], float]], ...] = (
         lambda quota: quota.accounts,
     ),
     (
+        "forebay_router_quota_routers",
+        "Routers in view, this one with them.",
+        lambda quota: quota.routers,
+    ),
+    (
         "forebay_router_quota_unreachable",
         "Routers in view that this one cannot ask.",
         lambda quota: quota.unreachable,

@@ -240,6 +240,11 @@ class Quota:
         return len(self._books.accounts)
 
     @property
+    def routers(self) -> int:
+        """Routers in view, this one with them."""
+        return len(self._members)
+
+    @property
     def unreachable(self) -> int:
         """Routers in view that do not answer."""
         return len(self._down)
