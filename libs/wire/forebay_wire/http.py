@@ -12,8 +12,9 @@ import ssl
 import time
 from email.utils import formatdate
 
-from forebay_wire.core.http1 import HttpLimits, Writer
-from forebay_wire.exchange import Find
+from forebay_wire.core.cors import Cors
+from forebay_wire.core.http1 import HttpLimits, RequestHead, Writer
+from forebay_wire.exchange import Endpoint, Find
 from forebay_wire.http1 import Connection
 from forebay_wire.http1_exchange import Http1Exchange, draining
 
@@ -26,9 +27,11 @@ _HANDSHAKE_S = 10.0
 class HttpServer:
     """Serves what `find` gives for a method and a path."""
 
-    def __init__(self, find: Find, limits: HttpLimits) -> None:
+    def __init__(self, find: Find, limits: HttpLimits, *, cors: Cors | None = None) -> None:
+        """Without `cors` no answer is for pages of other origins."""
         self.limits = limits
-        self.find = find
+        self.cors = cors
+        self._find = find
         self.writer = Writer("forebay")
         self.connections: set[Connection] = set()
         self.stalled: set[Connection] = set()
@@ -44,6 +47,15 @@ class HttpServer:
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._date_s = 0
         self._date = b""
+
+    def find(self, head: RequestHead) -> Endpoint:
+        """What answers a request. Raises ForebayError where nothing does."""
+        cors = self.cors
+        if cors is not None and (method := cors.asked(head)) is not None:
+            self._find(method, head.path)
+            told = cors.preflight(head)
+            return Endpoint(lambda exchange: exchange.answer(b"", headers=told))
+        return self._find(head.method, head.path)
 
     @property
     def draining(self) -> bool:

@@ -16,7 +16,7 @@ import httptools
 from forebay_common.errors import ForebayError, Reason
 
 from forebay_wire.core import http1 as core
-from forebay_wire.exchange import Find
+from forebay_wire.exchange import Endpoint
 from forebay_wire.http1_exchange import Http1Exchange, Work
 
 # Parsed at once. Bounds how many pipelined requests are taken up in one turn of the loop.
@@ -35,10 +35,12 @@ _NEVER = math.inf
 class Front(Work, Protocol):
     """What a connection needs of its server."""
 
-    find: Find
     connections: set[Connection]
     stalled: set[Connection]
     """Those whose clients do not take what was written."""
+
+    def find(self, head: core.RequestHead) -> Endpoint:
+        """What answers a request. Raises ForebayError where nothing does."""
 
     def forget(self, connection: Connection) -> None:
         """A connection is lost."""
@@ -236,7 +238,7 @@ class Connection(asyncio.Protocol):
         try:
             if self._fed > limits.header_bytes or len(self._fields) > limits.headers:
                 core.check_size(self._target, self._fields, limits)
-            exchange.endpoint = self.front.find(head.method, head.path)
+            exchange.endpoint = self.front.find(head)
             if head.length is not None and head.length > limits.body_bytes:
                 raise core.body_too_large(limits)
         except ForebayError as error:

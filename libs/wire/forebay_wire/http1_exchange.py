@@ -11,6 +11,7 @@ from forebay_common import metadata as md
 from forebay_common.errors import ForebayError, Reason
 
 from forebay_wire.core import http1 as core
+from forebay_wire.core.cors import Cors
 from forebay_wire.exchange import OPENAI_ERRORS, Endpoint, Listener, error_headers
 
 _log = logging.getLogger(__name__)
@@ -21,6 +22,7 @@ class Work(Protocol):
 
     limits: core.HttpLimits
     writer: core.Writer
+    cors: Cors | None
     kept_bytes: int
     """Of all bodies whose requests are not answered."""
 
@@ -129,6 +131,8 @@ class Http1Exchange:
         if self.headers:
             headers = (*self.headers, *headers)
         connection, front = self._connection, self._connection.front
+        if front.cors is not None:
+            headers = (*front.cors.answer(self.head), *headers)
         self.closes = connection.ends_with(self)
         option = "close" if self.closes else "keep-alive" if self.head.is_http_1_0 else ""
         head = front.writer.whole(
@@ -151,7 +155,9 @@ class Http1Exchange:
         """See `Exchange`."""
         if self.is_answered:
             return
-        front = self._connection.front
+        front, headers = self._connection.front, self.headers
+        if front.cors is not None:
+            headers = (*front.cors.answer(self.head), *headers)
         self.has_begun = True
         self._is_chunked = not self.head.is_http_1_0
         self.closes = self._connection.ends_with(self) or not self._is_chunked
@@ -161,7 +167,7 @@ class Http1Exchange:
             request_id=self.request_id,
             chunked=self._is_chunked,
             closes=self.closes,
-            extra=self.headers,
+            extra=headers,
         )
 
     def write(self, part: bytes) -> None:

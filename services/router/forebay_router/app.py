@@ -36,7 +36,7 @@ from prometheus_client import CollectorRegistry
 from forebay_router.adapters.batchers import ensure_model
 from forebay_router.adapters.catalogue import CatalogueView
 from forebay_router.adapters.keys import KeyStore, KeyView
-from forebay_router.adapters.openai import OpenAIFront
+from forebay_router.adapters.openai import EXPOSED, OpenAIFront
 from forebay_router.adapters.quota import PEER, Away, Quota
 from forebay_router.adapters.quota import Options as QuotaOptions
 from forebay_router.adapters.replicas import Fleet
@@ -164,6 +164,7 @@ async def serve(
         _http_limits(config),
         not_ready=lambda: why_not_ready(catalogue, fleet),
         gate=gate,
+        cors=config.cors(EXPOSED),
     )
     wire_metrics.watch(server=server, pool=pool, http=front.server)
     # Other routers reach this very process here, also where several share the ports above, and

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from forebay_common.config import ConfigError, option
 from forebay_common.metadata import CLASSES
+from forebay_wire.core.cors import Cors
 
 PREFIX = "FOREBAY_ROUTER"
 
@@ -255,6 +256,11 @@ class Config:
         "files that the process may have.",
         minimum=1,
     )
+    cors_origins: str = option(
+        "",
+        "Origins of web pages that may call the HTTP side from a browser, separated by commas, "
+        "such as `https://chat.example.com`, or `*` for all; empty allows none.",
+    )
     max_answer_bytes: int = option(
         256 << 20,
         "Largest HTTP answer that is not streamed, in bytes; it is kept until it is whole.",
@@ -360,6 +366,14 @@ class Config:
         """`pool_classes`, read."""
         return _classes(self.pool_classes)
 
+    def cors(self, exposed: Sequence[str] = ()) -> Cors | None:
+        """What `cors_origins` says; None where no page of another origin may call."""
+        origins = [part.strip() for part in self.cors_origins.split(",") if part.strip()]
+        try:
+            return Cors(origins, exposed=exposed) if origins else None
+        except ValueError as error:
+            raise ConfigError(f"{PREFIX}_CORS_ORIGINS", str(error)) from None
+
     def __post_init__(self) -> None:
         if not self.open and not self.key_secret_file:
             raise ConfigError(
@@ -368,6 +382,7 @@ class Config:
                 "local run that lets everybody in",
             )
         self.classes_by_pool()
+        self.cors()
         for name in ("grpc_listen", "http_listen", "metrics_listen"):
             address = getattr(self, name)
             if self.open and address and not _is_loopback(address):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
+from forebay_common.errors import ForebayError
 from forebay_common.metadata import Metadata
 from forebay_wire.policy import Head
 from opentelemetry.trace import Span
@@ -47,6 +48,8 @@ class Flight:
     """Passed after it waited for a model, and opened again at its first token."""
     continuation: bytes | None = None
     """Sent in place of the message: where its answer goes on."""
+    broken_by: ForebayError | None = None
+    """What ended the attempt after which its answer goes on."""
     hold: Hold | None = None
     """What it was let in with, where its tenant is limited."""
 

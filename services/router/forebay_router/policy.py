@@ -70,6 +70,7 @@ _WELL, _FAULT, _NOTHING = Verdict.WELL, Verdict.FAULT, Verdict.NOTHING
 _INFERENCE = Scope.INFERENCE
 _LABEL = re.compile(r"[\x21-\x7e]([\x20-\x7e]{0,254}[\x21-\x7e])?")
 _TOLD_EVERY_S = 1.0
+_OF_CONTINUATIONS = {Reason.UNSUPPORTED, Reason.INVALID_ARGUMENT, Reason.BODY_TOO_LARGE}
 _NEVER_RAN = {*PUSHBACKS, "INVALID_ARGUMENT"}
 
 
@@ -523,6 +524,9 @@ class RouterPolicy(Policy):
             attempts=flight.attempts,
             resumes=flight.resumes,
         )
+        if flight.broken_by is not None and error.reason in _OF_CONTINUATIONS:
+            # The caller's request was right before: what went wrong is that a replica was lost.
+            error = flight.broken_by
         following = judge(failure, self._most)
         if following is Next.RESUME:
             return await self._resume(flight, error, progress)
@@ -553,7 +557,7 @@ class RouterPolicy(Policy):
             return Fail(error)
         if self._is_condemned(flight):
             return Fail(self._final(flight, error))
-        flight.continuation = continuation
+        flight.continuation, flight.broken_by = continuation, error
         placement = await self._place_again(flight, waits=True)
         if placement is None or placement.chosen is None:
             self._metrics.count_resume("no_replica")

@@ -26,7 +26,6 @@ from tests.integration.router.conftest import (
     CHAT,
     RunningRouter,
     Script,
-    StandIn,
     StartRouter,
     StartStandIn,
     a_refusal,

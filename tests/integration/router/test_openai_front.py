@@ -512,3 +512,50 @@ async def test_metrics_count_what_happened(stand_in: StandIn, http: aiohttp.Clie
     assert "forebay_router_in_flight 0.0" in text
     assert 'forebay_router_replicas{placeable="yes"} 1.0' in text
     assert "made up" not in text
+
+
+async def test_web_pages_of_configured_origins_may_call_and_no_others(
+    start_router: StartRouter, start_stand_in: StartStandIn, catalogue: None
+) -> None:
+    await start_stand_in()
+    page = "https://chat.example.com"
+    router = await start_router(cors_origins=f"{page}, https://other.example")
+    body = {"model": "chat", "messages": [{"role": "user", "content": "Hi"}]}
+    asks = {
+        "Origin": page,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    async with aiohttp.ClientSession() as http:
+        async with http.options(router.url + CHAT, headers=asks) as answer:
+            assert answer.status == 200
+            assert await answer.read() == b""
+            assert answer.headers["Access-Control-Allow-Origin"] == page
+            assert answer.headers["Access-Control-Allow-Methods"] == "POST"
+            assert answer.headers["Access-Control-Allow-Headers"] == "authorization,content-type"
+        for streams in (False, True):
+            asked = {**body, "stream": streams}
+            async with http.post(router.url + CHAT, json=asked, headers={"Origin": page}) as answer:
+                assert answer.status == 200
+                assert answer.headers["Access-Control-Allow-Origin"] == page
+                assert "X-Request-Id" in answer.headers["Access-Control-Expose-Headers"]
+                await answer.read()
+        # Errors too: a page must be able to say what is wrong.
+        async with http.post(router.url + CHAT, json={}, headers={"Origin": page}) as answer:
+            assert answer.status == 400
+            assert answer.headers["Access-Control-Allow-Origin"] == page
+        evil = {**asks, "Origin": "https://evil.example"}
+        async with http.options(router.url + CHAT, headers=evil) as answer:
+            assert "Access-Control-Allow-Origin" not in answer.headers
+        async with http.options(router.url + "/nowhere", headers=asks) as answer:
+            assert answer.status == 404
+
+
+async def test_no_web_page_may_call_by_default(router: RunningRouter) -> None:
+    asks = {"Origin": "https://chat.example.com", "Access-Control-Request-Method": "POST"}
+    async with aiohttp.ClientSession() as http:
+        async with http.options(router.url + CHAT, headers=asks) as answer:
+            assert answer.status == 405
+            assert not [name for name in answer.headers if name.startswith("Access-Control")]
+        async with http.get(router.url + "/health/live", headers=asks) as answer:
+            assert not [name for name in answer.headers if name.startswith("Access-Control")]

@@ -20,7 +20,7 @@ from forebay_router.core.resolve import Catalogue, Model
 from forebay_router.gate import OpenGate
 from forebay_router.metrics import Metrics
 from forebay_router.policy import RouterPolicy
-from forebay_wire.policy import Fail, Head, Method, Outcome, Progress, Retry, Route
+from forebay_wire.policy import Fail, Head, Method, Outcome, Progress, Resume, Retry, Route
 from prometheus_client import CollectorRegistry
 
 MODEL = "chat@1"
@@ -308,6 +308,23 @@ async def test_a_probe_is_over_with_its_first_message() -> None:
         router.policy.on_first(a_head(), route, Progress())
         assert not router.breakers.excluded
     assert router.breakers.state("a") is State.CLOSED
+
+
+async def test_a_continuation_that_is_refused_ends_with_what_broke_the_answer() -> None:
+    router = Router("a", "b")
+    first = router.admitted(a_head())
+    part = inference.GenerateResponse(
+        header=inference.AnswerHeader(request_id="r", model_version=MODEL),
+        text_delta="Hi",
+        token_ids=[1],
+    )
+    progress = Progress(messages=1, attempt_messages=1, delivered=[part.SerializeToString()])
+    lost = ForebayError(Reason.REPLICA_LOST, "Lost.")
+    decision = await router.policy.on_failure(a_head(), first, lost, progress)
+    assert isinstance(decision, Resume)
+    refused = ForebayError(Reason.UNSUPPORTED, "This back end goes on with no answer.")
+    last = await router.policy.on_failure(a_head(), decision.route, refused, progress)
+    assert last == Fail(lost)
 
 
 async def test_a_retry_holds_one_place_at_a_time() -> None:

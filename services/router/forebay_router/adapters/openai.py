@@ -15,6 +15,7 @@ from forebay.inference.v1 import inference_service_pb2 as inference
 from forebay.registry.v1 import registry_service_pb2 as registry
 from forebay_common import metadata as md
 from forebay_common.errors import ForebayError, Reason
+from forebay_wire.core.cors import Cors
 from forebay_wire.core.http1 import HttpLimits, RequestHead
 from forebay_wire.exchange import (
     OPENAI_ERRORS,
@@ -52,6 +53,17 @@ _API_KEY = b"x-api-key"
 _AUTHORIZATION = md.AUTHORIZATION.encode()
 _TRACE = tuple((key.encode(), key) for key in (md.TRACEPARENT, md.TRACESTATE))
 _MODELS = "/v1/models"
+EXPOSED = (
+    "X-Request-Id",
+    "Retry-After",
+    "retry-after-ms",
+    *(
+        f"x-ratelimit-{what}-{kind}"
+        for kind in ("requests", "tokens")
+        for what in ("limit", "remaining", "reset")
+    ),
+)
+"""Headers of answers that web pages may read."""
 _SECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{1,9})?")
 
 NotReady = Callable[[], Sequence[str]]
@@ -69,6 +81,7 @@ class OpenAIFront:
         *,
         not_ready: NotReady,
         gate: Gate,
+        cors: Cors | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`not_ready` gives the reasons why requests cannot be answered now; none when they can."""
@@ -95,7 +108,7 @@ class OpenAIFront:
             },
         }
         self._one_model = _readable(self._get_model)
-        self.server = HttpServer(self._find, limits)
+        self.server = HttpServer(self._find, limits, cors=cors)
 
     def _find(self, method: str, path: str) -> Endpoint:
         offered = self._routes.get(path)
