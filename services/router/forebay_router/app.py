@@ -40,6 +40,7 @@ from forebay_router.adapters.openai import EXPOSED, OpenAIFront
 from forebay_router.adapters.quota import PEER, Away, Quota
 from forebay_router.adapters.quota import Options as QuotaOptions
 from forebay_router.adapters.replicas import Fleet
+from forebay_router.adapters.tier_models import load_classifiers
 from forebay_router.cold_loop import Cold, claim_load
 from forebay_router.config import PREFIX, Config
 from forebay_router.core.breakers import Breakers, Options
@@ -142,6 +143,7 @@ async def serve(
         metrics=metrics,
         recent=recent,
         quota=quota,
+        classifiers=load_classifiers(),
         rng=rng,
     )
     relay = Relay(policy, pool, metrics=wire_metrics)

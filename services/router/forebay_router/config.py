@@ -235,6 +235,20 @@ class Config:
         minimum=1,
         maximum=1_000_000,
     )
+    tier_time_ms: int = option(
+        20,
+        "Longest time a classifier of tiers may take for a prompt, in milliseconds; what it says "
+        "later is not heeded.",
+        minimum=1,
+        maximum=1000,
+    )
+    tier_overruns: int = option(
+        3,
+        "How often in a row a classifier may take longer before it is left alone.",
+        minimum=1,
+        maximum=1000,
+    )
+    tier_pause_s: float = option(30.0, "For how long, in seconds.", minimum=0, maximum=3600)
     max_in_flight: int = option(
         4096, "Most requests at once; more are refused with QUEUE_FULL.", minimum=1
     )

@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from forebay_router.core.tiers import Choice
+
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 30, 60, 120, 300, 600)
 UNKNOWN_MODEL = "unknown"
 
@@ -45,6 +47,7 @@ class Metrics(Collector):
         self._retries: defaultdict[str, int] = defaultdict(int)
         self._resumes: defaultdict[str, int] = defaultdict(int)
         self._breakers: defaultdict[str, int] = defaultdict(int)
+        self._tiers: defaultdict[tuple[str, str, bool], int] = defaultdict(int)
         self._hedges = 0
         self._in_flight = Gauge(
             "forebay_router_in_flight", "Requests that are not ended.", registry=registry
@@ -82,6 +85,10 @@ class Metrics(Collector):
     def count_breaker(self, state: str) -> None:
         """Count a breaker's change to a state."""
         self._breakers[state] += 1
+
+    def count_tier(self, classifier: str, choice: Choice) -> None:
+        """Count a choice between tiers, and whether the classifier made it."""
+        self._tiers[classifier, choice.tier, choice.is_default] += 1
 
     def count_request(
         self,
@@ -172,11 +179,19 @@ class Metrics(Collector):
         )
         for state, count in list(self._breakers.items()):
             breakers.add_metric((state,), count)
+        tiers = CounterMetricFamily(
+            "forebay_router_tier_choices",
+            "Choices between a small and a large model, by classifier; by `default` where it gave "
+            "nothing.",
+            labels=("classifier", "tier", "by"),
+        )
+        for (classifier, tier, is_default), count in list(self._tiers.items()):
+            tiers.add_metric((classifier, tier, "default" if is_default else "classifier"), count)
         hedges = CounterMetricFamily(
             "forebay_router_hedges", "Second attempts beside a first that was slow to answer."
         )
         hedges.add_metric((), self._hedges)
-        yield from (attempts, retries, resumes, breakers, hedges)
+        yield from (attempts, retries, resumes, breakers, tiers, hedges)
         yield from self._collect_ended()
 
     def _collect_ended(self) -> Iterator[Metric]:

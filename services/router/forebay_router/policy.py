@@ -12,7 +12,7 @@ import random
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 
 from forebay.inference.v1 import inference_service_pb2 as inference
 from forebay_common import metadata as md
@@ -48,7 +48,7 @@ from forebay_router.core.output_guess import OutputGuess, estimate, used_tokens
 from forebay_router.core.place import Ask, Exclusions, Placement, Replica
 from forebay_router.core.quarantine import CONDEMNED, Quarantine
 from forebay_router.core.refusal import RefusedError
-from forebay_router.core.resolve import Resolver
+from forebay_router.core.resolve import Resolver, Via
 from forebay_router.core.resume import (
     Unresumable,
     continue_generate,
@@ -57,6 +57,7 @@ from forebay_router.core.resume import (
 )
 from forebay_router.core.retry import PUSHBACKS, RETRIES, Failure, Most, is_budgeted, judge
 from forebay_router.core.retry import Verdict as Next
+from forebay_router.core.tiers import Choice, Classifier, Tiers, TimeBox, choose, choose_default
 from forebay_router.core.wanted import MAX_MODEL_CHARS, Wanted, digest_of
 from forebay_router.flight import Flight, Try
 from forebay_router.gate import Gate
@@ -89,6 +90,7 @@ class RouterPolicy(Policy):
         metrics: Metrics,
         recent: Recent,
         quota: Quota | None,
+        classifiers: Mapping[str, Classifier],
         rng: random.Random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -103,6 +105,12 @@ class RouterPolicy(Policy):
         self._metrics = metrics
         self._recent = recent
         self._quota = quota
+        self._classifiers = classifiers
+        self._time_box = TimeBox(
+            limit_s=config.tier_time_ms / 1000,
+            overruns=config.tier_overruns,
+            pause_s=config.tier_pause_s,
+        )
         self._guess = OutputGuess(default=config.quota_default_output_tokens)
         self._config = config
         self._rng = rng
@@ -241,11 +249,27 @@ class RouterPolicy(Policy):
         head, wanted = flight.head, flight.wanted
         assert wanted is not None, "a request is checked first"
         sticky_key = head.metadata.get(md.SESSION) or head.request_id
-        flight.record.model_version = self._resolver.model_version(
-            self._catalogue.current(), wanted.model, sticky_key=sticky_key
-        )
+        catalogue, name, record = self._catalogue.current(), wanted.model, flight.record
+        tiers = catalogue.tiers.get(name) if catalogue.tiers else None
+        if tiers is not None and name not in catalogue.models:
+            choice = self._choose_tier(tiers, wanted)
+            name, record.tier_reason = choice.target, f"{choice.tier}: {choice.reason}"
+        record.model_version, via = self._resolver.resolve(catalogue, name, sticky_key=sticky_key)
+        record.via = Via.TIER if tiers is not None else via
         if self._quarantine.has_suspects:
             self._look_up(flight)
+
+    def _choose_tier(self, tiers: Tiers, wanted: Wanted) -> Choice:
+        """Choose between a small and a large model; whatever fails, the default one."""
+        name, now = tiers.classifier, self._clock()
+        if not self._time_box.is_open(name, now):
+            return choose_default(tiers, f"{name} was too slow lately")
+        choice = choose(tiers, wanted, self._classifiers)
+        took_s = self._clock() - now
+        if self._time_box.took(name, took_s, now):
+            choice = choose_default(tiers, f"{name} took {1000 * took_s:.0f} ms")
+        self._metrics.count_tier(name, choice)
+        return choice
 
     # --- Limits --------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import pytest
 from forebay_common import metadata as md
 from forebay_router.adapters.openai import OpenAIFront
 from forebay_router.gate import OpenGate
-from forebay_wire.core.http1 import HttpLimits, RequestHead
+from forebay_wire.core.http1 import HttpLimits, RequestHead, read_head
 from forebay_wire.policy import Head
 from prometheus_client import CollectorRegistry
 
@@ -46,7 +46,7 @@ def metadata_of(**headers: str) -> dict[str, str]:
         gate=OpenGate(),
         clock=lambda: 0.0,
     )
-    endpoint = front.server.find("POST", CHAT)
+    endpoint = front.server.find(read_head(b"POST", CHAT.encode(), "1.1", [(b"host", b"x")]))
     endpoint.answer(
         cast("Any", FakeExchange({key.replace("_", "-"): v for key, v in headers.items()}))
     )

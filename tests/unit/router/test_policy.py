@@ -128,6 +128,7 @@ class Router:
             metrics=Metrics(self.registry),
             recent=self.recent,
             quota=None,
+            classifiers={},
             rng=random.Random(1),
             clock=lambda: 100.0,
         )

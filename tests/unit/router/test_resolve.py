@@ -8,6 +8,7 @@ from forebay_router.core.resolve import Catalogue, Model, Resolver, Via, choose_
 from hypothesis import given
 from hypothesis import strategies as st
 
+KNOWN = "1321111232113133321312121111331223121113"
 VERSIONS = st.dictionaries(
     st.sampled_from([f"v{n}" for n in range(6)]), st.integers(0, 10_000), max_size=6
 )
@@ -81,18 +82,18 @@ def test_a_resolver_gives_what_resolve_gives_while_catalogues_change() -> None:
     for catalogue in (CATALOGUE, later, CATALOGUE):
         for name in ("chat", "whole", "pinned", "chat@v1", "chat", "whole"):
             for n in range(20):
-                expected = resolve(catalogue, name, sticky_key=f"key {n}").model_version
-                given_now = resolver.model_version(catalogue, name, sticky_key=f"key {n}")
-                assert given_now == expected
+                expected = resolve(catalogue, name, sticky_key=f"key {n}")
+                given_now = resolver.resolve(catalogue, name, sticky_key=f"key {n}")
+                assert given_now == (expected.model_version, expected.via)
 
 
 def test_a_resolver_remembers_no_name_that_is_not_found() -> None:
     resolver = Resolver()
     for _ in range(2):
         with pytest.raises(RefusedError):
-            resolver.model_version(CATALOGUE, "nope", sticky_key="key")
+            resolver.resolve(CATALOGUE, "nope", sticky_key="key")
     added = a_catalogue(a_model("nope", v1=1))
-    assert resolver.model_version(added, "nope", sticky_key="key") == "nope@v1"
+    assert resolver.resolve(added, "nope", sticky_key="key") == ("nope@v1", Via.SOLE)
 
 
 @given(split=VERSIONS, key=st.text(max_size=40))
@@ -106,14 +107,44 @@ def test_a_choice_is_sticky_and_has_weight(split: dict[str, int], key: str) -> N
         assert split[chosen] > 0
 
 
-def test_shares_follow_the_weights() -> None:
-    split = {"v1": 9000, "v2": 700, "v3": 300}
-    model = a_model(**split)
-    keys = 20_000
-    counts = Counter(choose_version(model, f"session {n}") for n in range(keys))
-    chi2 = sum((counts[v] - keys * w / 10_000) ** 2 / (keys * w / 10_000) for v, w in split.items())
-    # 99.9 % of fair draws with two degrees of freedom stay below 13.8; the keys are fixed.
-    assert chi2 < 13.8
+@pytest.mark.parametrize(
+    "split",
+    [
+        {"v1": 9000, "v2": 700, "v3": 300},
+        {"v1": 99, "v2": 1},
+        {"v1": 50, "v2": 50},
+        {f"v{n}": n + 1 for n in range(10)},
+    ],
+)
+@pytest.mark.parametrize("kind", ["session-{}", "req-{:024x}", "{}"])
+def test_shares_follow_the_weights(split: dict[str, int], kind: str) -> None:
+    model, keys = a_model(**split), 40_000
+    counts = Counter(choose_version(model, kind.format(n)) for n in range(keys))
+    total = sum(split.values())
+    expected = {version: keys * weight / total for version, weight in split.items()}
+    chi2 = sum((counts[v] - e) ** 2 / e for v, e in expected.items())
+    # 99.99 % of fair draws stay below (Wilson and Hilferty); the keys are fixed.
+    freedom = len(split) - 1
+    assert chi2 < freedom * (1 - 2 / (9 * freedom) + 3.72 * (2 / (9 * freedom)) ** 0.5) ** 3
+
+
+def test_a_session_gets_the_same_version_in_every_process() -> None:
+    # A hash that a process seeds for itself would pass all other tests.
+    model = a_model(v1=50, v2=30, v3=20)
+    chosen = "".join(str(choose_version(model, f"session {n}"))[1] for n in range(40))
+    assert chosen == KNOWN
+
+
+def test_a_version_that_comes_takes_its_share_and_moves_nothing_else() -> None:
+    keys = [f"session {n}" for n in range(5_000)]
+    before, after = a_model(v1=60, v3=30), a_model(v1=60, v2=10, v3=30)
+    changes = Counter(
+        pair
+        for key in keys
+        if (pair := (choose_version(before, key), choose_version(after, key)))[0] != pair[1]
+    )
+    assert {to for _, to in changes} == {"v2"}
+    assert sum(changes.values()) / len(keys) == pytest.approx(0.1, abs=0.015)
 
 
 def test_shifting_weight_moves_only_the_shifted_share() -> None:

@@ -12,6 +12,7 @@ from forebay_common.discovery import Keys, View, from_json
 from forebay_common.store import Store
 
 from forebay_router.core.resolve import Catalogue, Model
+from forebay_router.core.tiers import Tier, Tiers
 
 
 class CatalogueView:
@@ -46,6 +47,11 @@ class CatalogueView:
             self._current = Catalogue(
                 {model.name: _translate(model) for model in seen[0].values()},
                 {alias.name: alias.target for alias in seen[1].values()},
+                {
+                    alias.name: _tiers(alias.tiers)
+                    for alias in seen[1].values()
+                    if alias.HasField("tiers")
+                },
             )
             self._seen = seen
         return self._current
@@ -82,6 +88,17 @@ def _translate(model: registry.Model) -> Model:
         name=model.name,
         versions=frozenset(version.version for version in model.versions),
         split={entry.version: entry.weight for entry in model.split},
+    )
+
+
+def _tiers(tiers: registry.Tiers) -> Tiers:
+    return Tiers(
+        tiers.small,
+        tiers.large,
+        tiers.classifier,
+        Tier.SMALL if tiers.default_tier == registry.TIER_SMALL else Tier.LARGE,
+        tiers.threshold if tiers.HasField("threshold") else None,
+        tiers.small_prompt_tokens_max,
     )
 
 

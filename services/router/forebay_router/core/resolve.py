@@ -1,19 +1,26 @@
 """Which version of a model answers to a name.
 
-A sticky key gets the same version as long as the split stays the same: its hash is a point in
-[0, sum of weights), and each version owns a range as long as its weight, in the order of versions.
+Versions of a split compete for each sticky key with a score of their own (weighted rendezvous
+hashing: Thaler and Ravishankar, 1998; with weights, Schindelhauer and Schomaker, 2005). Each wins
+the share of keys that its weight says, everywhere alike, and a change of weights moves no more keys
+than it has to: those that a version gains come from the others in proportion, and no key moves
+between two versions whose weights keep their ratio.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Mapping
 from enum import StrEnum
 
 from forebay_router.core.refusal import RefusedError
+from forebay_router.core.tiers import Tiers
 
-_HASH_BYTES = 8
+_HASH_BYTES = 6
+# A hash and one more is a whole number that a float holds exactly.
+_HASHES = 1 << 8 * _HASH_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +40,8 @@ class Catalogue:
     models: Mapping[str, Model]
     aliases: Mapping[str, str]
     """Alias to a model's name or `name@version`."""
+    tiers: Mapping[str, Tiers] = dataclasses.field(default_factory=dict)
+    """How tiered aliases choose; each is in `aliases` with the target of its default tier."""
 
 
 class Via(StrEnum):
@@ -43,6 +52,8 @@ class Via(StrEnum):
     """It is the only one with weight."""
     SPLIT = "split"
     """The key did."""
+    TIER = "tier"
+    """The classifier of a tiered alias, and then whatever else."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,44 +107,42 @@ class Resolver:
 
     def __init__(self) -> None:
         self._catalogue: Catalogue | None = None
-        self._known: dict[str, str] = {}
+        self._known: dict[str, tuple[str, Via]] = {}
 
-    def model_version(self, catalogue: Catalogue, name: str, *, sticky_key: str) -> str:
-        """The `name@version` that `resolve` gives, with its errors."""
+    def resolve(self, catalogue: Catalogue, name: str, *, sticky_key: str) -> tuple[str, Via]:
+        """The `name@version` that `resolve` gives and what chose it, with its errors."""
         if catalogue is not self._catalogue:
             self._catalogue, self._known = catalogue, {}
         known = self._known.get(name)
         if known is not None:
             return known
         resolution = resolve(catalogue, name, sticky_key=sticky_key)
+        found = resolution.model_version, resolution.via
         if resolution.via is not Via.SPLIT:
-            self._known[name] = resolution.model_version
-        return resolution.model_version
+            self._known[name] = found
+        return found
 
 
 def choose_version(model: Model, sticky_key: str) -> str | None:
-    """The version whose range holds the key's point; None when every weight is 0."""
+    """The version that wins the key; None when every weight is 0."""
     weights = _weights(model)
     if not weights:
         return None
     if len(weights) == 1:
         return weights[0][0]
-    total = sum(weight for _, weight in weights)
-    point = _point(model.name, sticky_key, total)
-    for version, weight in weights:
-        if point < weight:
-            return version
-        point -= weight
-    raise AssertionError("a point lies in one of the ranges")
+    # The model's name is hashed too: a session is not in the first percent of every model.
+    name, key = model.name.encode()[:64], sticky_key.encode()
+    return min(weights, key=lambda each: _arrival(name, each[0], key) / each[1])[0]
 
 
 def _weights(model: Model) -> list[tuple[str, int]]:
     return sorted((v, w) for v, w in model.split.items() if w > 0 and v in model.versions)
 
 
-def _point(model_name: str, sticky_key: str, total: int) -> int:
-    # The model's name is hashed too: a session is not in the first percent of every model.
+def _arrival(model_name: bytes, version: str, sticky_key: bytes) -> float:
+    """A draw of the exponential distribution: over its weight, the least of several is each
+    version's as often as its share of the weights."""
     digest = hashlib.blake2b(
-        sticky_key.encode(), digest_size=_HASH_BYTES, key=model_name.encode()[:64]
+        b"%b\x00%b" % (version.encode(), sticky_key), digest_size=_HASH_BYTES, key=model_name
     ).digest()
-    return int.from_bytes(digest, "big") * total >> 8 * _HASH_BYTES
+    return -math.log((int.from_bytes(digest, "big") + 1) / _HASHES)
