@@ -33,6 +33,7 @@ from forebay_client.requests import (
     conversation,
     embed_request,
     generate_request,
+    key_metadata,
 )
 
 DEFAULT_TIMEOUT_S = 300.0
@@ -120,6 +121,7 @@ class AsyncClient:
 
     Args:
         address: `host:port`, or `unix:/path` of a hop on this host.
+        api_key: the caller's key; None where the router is open.
         timeout_s: deadline of calls that give none, in seconds; None: no deadline.
         max_message_bytes: largest message either way.
     """
@@ -128,11 +130,13 @@ class AsyncClient:
         self,
         address: str,
         *,
+        api_key: str | None = None,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self.address = address
         self._timeout_s = timeout_s
+        self._key = key_metadata(api_key)
         self._max_message_bytes = max_message_bytes
         self._opened: grpc.aio.Channel | None = None
 
@@ -149,7 +153,9 @@ class AsyncClient:
         Raises:
             InvalidRequest: the request cannot be sent. Everything else is raised by the stream.
         """
-        call = call_of(options, model=model, default_timeout_s=self._timeout_s)
+        call = call_of(
+            options, model=model, default_timeout_s=self._timeout_s, credentials=self._key
+        )
         started = inference_rpc.InferenceServiceStub(self._channel).Generate(
             generate_request(model, prompt, options),
             metadata=call.metadata,
@@ -196,7 +202,9 @@ class AsyncClient:
         Raises:
             ForebayError: see `forebay_client.errors`.
         """
-        call = call_of(options, model=model, default_timeout_s=self._timeout_s)
+        call = call_of(
+            options, model=model, default_timeout_s=self._timeout_s, credentials=self._key
+        )
         started = inference_rpc.InferenceServiceStub(self._channel).Embed(
             embed_request(model, inputs), metadata=call.metadata, timeout=call.timeout_s
         )
@@ -216,7 +224,7 @@ class AsyncClient:
         """
         try:
             answer = await router_rpc.RouterServiceStub(self._channel).ListRoutes(
-                router_pb.ListRoutesRequest(), timeout=timeout_s
+                router_pb.ListRoutesRequest(), metadata=self._key, timeout=timeout_s
             )
         except grpc.RpcError as error:
             raise from_call(error, self.address) from None

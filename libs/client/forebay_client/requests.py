@@ -91,8 +91,25 @@ class Call:
     timeout_s: float | None
 
 
-def call_of(options: Mapping[str, Any], *, model: str, default_timeout_s: float | None) -> Call:
-    """Read how a request travels.
+def key_metadata(api_key: str | None) -> md.Metadata:
+    """How an API key travels.
+
+    Raises:
+        InvalidRequest: it cannot be one.
+    """
+    if api_key is None:
+        return ()
+    return ((md.AUTHORIZATION, f"Bearer {_header('api_key', api_key.strip())}"),)
+
+
+def call_of(
+    options: Mapping[str, Any],
+    *,
+    model: str,
+    default_timeout_s: float | None,
+    credentials: md.Metadata = (),
+) -> Call:
+    """Read how a request travels. `credentials` are of `key_metadata`.
 
     Raises:
         InvalidRequest: a value cannot be sent.
@@ -107,7 +124,7 @@ def call_of(options: Mapping[str, Any], *, model: str, default_timeout_s: float 
     timeout_s = options.get("timeout_s", default_timeout_s)
     if timeout_s is not None and not timeout_s > 0:
         raise _invalid("timeout_s", "must be above 0 seconds")
-    metadata = [(md.REQUEST_ID, request_id)]
+    metadata = [(md.REQUEST_ID, request_id), *credentials]
     for option, key in (("session", md.SESSION), ("priority_class", md.CLASS)):
         if option in options:
             metadata.append((key, _header(option, options[option])))

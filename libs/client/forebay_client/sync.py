@@ -32,6 +32,7 @@ from forebay_client.requests import (
     conversation,
     embed_request,
     generate_request,
+    key_metadata,
 )
 
 
@@ -107,6 +108,7 @@ class Client:
 
     Args:
         address: `host:port`, or `unix:/path` of a hop on this host.
+        api_key: the caller's key; None where the router is open.
         timeout_s: deadline of calls that give none, in seconds; None: no deadline.
         max_message_bytes: largest message either way.
     """
@@ -115,11 +117,13 @@ class Client:
         self,
         address: str,
         *,
+        api_key: str | None = None,
         timeout_s: float | None = DEFAULT_TIMEOUT_S,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self.address = address
         self._timeout_s = timeout_s
+        self._key = key_metadata(api_key)
         self._channel = grpc.insecure_channel(
             address,
             options=(
@@ -148,7 +152,9 @@ class Client:
         Raises:
             InvalidRequest: the request cannot be sent. Everything else is raised by the stream.
         """
-        call = call_of(options, model=model, default_timeout_s=self._timeout_s)
+        call = call_of(
+            options, model=model, default_timeout_s=self._timeout_s, credentials=self._key
+        )
         started = self._inference.Generate(
             generate_request(model, prompt, options),
             metadata=call.metadata,
@@ -193,7 +199,9 @@ class Client:
         Raises:
             ForebayError: see `forebay_client.errors`.
         """
-        call = call_of(options, model=model, default_timeout_s=self._timeout_s)
+        call = call_of(
+            options, model=model, default_timeout_s=self._timeout_s, credentials=self._key
+        )
         try:
             message, ended = self._inference.Embed.with_call(
                 embed_request(model, inputs), metadata=call.metadata, timeout=call.timeout_s
@@ -211,7 +219,7 @@ class Client:
         """
         try:
             answer = router_rpc.RouterServiceStub(self._channel).ListRoutes(
-                router_pb.ListRoutesRequest(), timeout=timeout_s
+                router_pb.ListRoutesRequest(), metadata=self._key, timeout=timeout_s
             )
         except grpc.RpcError as error:
             raise from_call(error, self.address) from None

@@ -21,6 +21,8 @@ _SECRET_BYTES = 32
 _SECRET_CHARS_MIN = 32
 _TEXT = re.compile(r"fb-([a-z2-7]{13})\.([A-Za-z0-9_-]{43})")
 _ROUTERS = b"forebay: spoken among routers"
+_OPERATOR = b"forebay: whoever holds the file"
+OPERATOR_PREFIX = "fbo-"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,16 +51,26 @@ class KeySecrets:
 
     def router_token(self) -> str:
         """What routers show to one another."""
-        digest = hashlib.blake2b(_ROUTERS, digest_size=32, key=self.newest.value).digest()
-        return "fbr-" + base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+        return _token("fbr-", _ROUTERS, self.newest)
 
     def is_router_token(self, text: str) -> bool:
         """Whether a router of this fleet made it."""
+        return self._is_token(text, "fbr-", _ROUTERS)
+
+    def operator_token(self) -> str:
+        """What whoever holds the file shows to make the first keys: it may do what an admin's key
+        may, but ask no model. It is stored nowhere, and ends with the secret it is made of."""
+        return _token(OPERATOR_PREFIX, _OPERATOR, self.newest)
+
+    def is_operator_token(self, text: str) -> bool:
+        """Whether a holder of the file made it."""
+        return self._is_token(text, OPERATOR_PREFIX, _OPERATOR)
+
+    def _is_token(self, text: str, prefix: str, purpose: bytes) -> bool:
         given = text.encode()
         matches = False
         for secret in self._by_id.values():
-            token = KeySecrets([secret]).router_token().encode()
-            matches |= hmac.compare_digest(given, token)
+            matches |= hmac.compare_digest(given, _token(prefix, purpose, secret).encode())
         return matches
 
 
@@ -80,6 +92,11 @@ def read_secrets(text: str) -> KeySecrets:
 def new_secret() -> str:
     """A line for a file of secrets."""
     return secrets.token_urlsafe(48)
+
+
+def _token(prefix: str, purpose: bytes, secret: KeySecret) -> str:
+    digest = hashlib.blake2b(purpose, digest_size=32, key=secret.value).digest()
+    return prefix + base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
 
 
 def _secret(value: str) -> KeySecret:

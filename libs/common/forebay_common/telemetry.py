@@ -58,7 +58,8 @@ def configure(
     Args:
         service: `router`, `batcher`, `runner`, …; becomes `service.name` `forebay-<service>`.
         instance_id: becomes `service.instance.id`.
-        log_level: least severe record written to standard error.
+        log_level: least severe record written to standard error. Of libraries, whose debugging
+            tells headers, keys and prompts, it is never less than INFO.
         distribution: whose version is reported; `forebay-<service>` when None.
     """
     _configure_logs(service, instance_id, log_level)
@@ -264,9 +265,14 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(entry, ensure_ascii=False)
 
 
+def _ours_or_severe(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.INFO or record.name.startswith("forebay")
+
+
 def _configure_logs(service: str, instance_id: str, log_level: str) -> None:
     output = logging.StreamHandler(sys.stderr)
     output.setFormatter(_JsonFormatter(service, instance_id))
     root = logging.getLogger()
     root.handlers[:] = [output]
     root.setLevel(log_level)
+    output.addFilter(_ours_or_severe)

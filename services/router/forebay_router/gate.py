@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from forebay_common.apikeys import KeySecrets
+from forebay_common.apikeys import OPERATOR_PREFIX, KeySecrets
 from forebay_common.errors import ForebayError, Reason
 
 from forebay_router.core.access import (
     ALL_SCOPES,
+    OPERATOR,
     ROUTERS,
     Identity,
     Keyring,
@@ -76,6 +77,8 @@ class KeyGate:
             text = bearer_of(metadata)
             if text.startswith("fbr-") and self._secrets.is_router_token(text):
                 return ROUTERS
+            if text.startswith(OPERATOR_PREFIX) and self._secrets.is_operator_token(text):
+                return OPERATOR
             return self._keyring().identify(text, self._wall_clock())
         except RefusedError as refused:
             raise as_error(refused) from None

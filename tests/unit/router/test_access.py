@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from forebay.router.v1 import key_service_pb2 as pb
 from forebay_common.apikeys import key_id_of, new_secret, read_secrets
+from forebay_common.errors import ForebayError, Reason
 from forebay_router.core.access import (
     ALL_SCOPES,
     Identity,
@@ -247,3 +248,15 @@ def test_routers_know_one_another() -> None:
     old_token = read_secrets(_OLD).router_token()
     assert Scope.ROUTER in both.identify({"authorization": f"Bearer {old_token}"}).scopes
     assert Scope.INFERENCE not in both.identify({"authorization": f"Bearer {old_token}"}).scopes
+
+
+def test_whoever_holds_the_file_may_make_keys_and_ask_no_model() -> None:
+    gate = KeyGate(lambda: keyring(), _SECRETS)
+    token = _SECRETS.operator_token()
+    assert gate.identify({"authorization": f"Bearer {token}"}).scopes == {Scope.READ, Scope.ADMIN}
+    for wrong in (read_secrets(_OLD).operator_token(), token[:-1], token + "a", "fbo-"):
+        with pytest.raises(ForebayError) as refused:
+            gate.identify({"authorization": f"Bearer {wrong}"})
+        assert refused.value.reason is Reason.UNAUTHENTICATED
+    assert not _SECRETS.is_router_token(token)
+    assert not _SECRETS.is_operator_token(_SECRETS.router_token())

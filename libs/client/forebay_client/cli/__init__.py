@@ -13,8 +13,10 @@ from forebay_common.errors import ForebayError
 
 from forebay_client.cli.chat import chat
 from forebay_client.cli.fleet import down, up
+from forebay_client.cli.keys import keys
 from forebay_client.cli.models import models
 from forebay_client.cli.status import status
+from forebay_client.cli.tenants import tenants
 from forebay_client.cli.trace import trace
 from forebay_client.cli.why import why
 from forebay_client.fleet.launch import FleetError
@@ -47,7 +49,7 @@ def forebay() -> None:
     """Serve language models: start a fleet on this machine, ask it, see what it does."""
 
 
-for _command in (up, down, status, chat, models, trace, why):
+for _command in (up, down, status, chat, models, trace, why, keys, tenants):
     forebay.add_command(_command)
 
 

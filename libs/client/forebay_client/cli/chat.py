@@ -11,7 +11,7 @@ from forebay_common.errors import ForebayError
 
 from forebay_client.answers import Answer, Model
 from forebay_client.cli.trace import show_trace
-from forebay_client.cli.where import address_option, router_of, state_dir_option
+from forebay_client.cli.where import address_option, key_option, router_of, state_dir_option
 from forebay_client.fleet.directory import Directory
 from forebay_client.fleet.launch import FleetError
 from forebay_client.requests import GenerateOptions, Message
@@ -43,12 +43,14 @@ _TURNS_MAX = 64
     help="Longest time that a whole answer may take.",
 )
 @click.option("--trace", "traced", is_flag=True, help="Show where the time of each answer went.")
+@key_option
 @address_option
 @state_dir_option
 def chat(
     *,
     directory: Directory,
     address: str | None,
+    api_key: str | None,
     prompt: str | None,
     model: str | None,
     system: str | None,
@@ -66,7 +68,7 @@ def chat(
         options["max_tokens"] = max_tokens
     if temperature is not None:
         options["temperature"] = temperature
-    with Client(router_of(directory, address)) as client:
+    with Client(router_of(directory, address), api_key=api_key) as client:
         talk = _Talk(client, model or _first_chat_model(client.models()), options, system)
         if prompt is None and sys.stdin.isatty():
             _converse(talk, directory if traced else None)

@@ -9,18 +9,21 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from forebay_client.cli.where import address_option, router_of, state_dir_option
+from forebay_client.cli.where import address_option, key_option, router_of, state_dir_option
 from forebay_client.fleet.directory import Directory
 from forebay_client.sync import Client
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+@key_option
 @address_option
 @state_dir_option
-def models(directory: Directory, address: str | None, as_json: bool) -> None:
+def models(
+    *, directory: Directory, address: str | None, api_key: str | None, as_json: bool
+) -> None:
     """List the models that can be asked, their versions and shares of traffic."""
-    with Client(router_of(directory, address)) as client:
+    with Client(router_of(directory, address), api_key=api_key) as client:
         found = client.models()
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(model) for model in found], indent=1))

@@ -19,20 +19,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from forebay_client.cli.where import address_option, state_dir_option
+from forebay_client.cli.where import address_option, key_option, state_dir_option
 from forebay_client.errors import from_call
 from forebay_client.fleet.core.state import Fleet, Phase, ServiceState
 from forebay_client.fleet.directory import Directory
 from forebay_client.fleet.launch import running
+from forebay_client.requests import key_metadata
 
 _TIMEOUT_S = 3.0
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+@key_option
 @address_option
 @state_dir_option
-def status(directory: Directory, address: str | None, as_json: bool) -> None:
+def status(
+    *, directory: Directory, address: str | None, api_key: str | None, as_json: bool
+) -> None:
     """Show the fleet: its services, replicas and pools.
 
     The exit status is 1 when it is not ready.
@@ -46,7 +50,7 @@ def status(directory: Directory, address: str | None, as_json: bool) -> None:
         sys.exit(1)
     problems: list[str] = []
     router = address or (fleet.grpc_address if fleet else "")
-    replicas = _replicas(router, problems) if router else []
+    replicas = _replicas(router, api_key, problems) if router else []
     autoscaler = fleet.service("autoscaler") if fleet else None
     pools = _pools(autoscaler.address, problems) if autoscaler else []
     if as_json:
@@ -57,11 +61,11 @@ def status(directory: Directory, address: str | None, as_json: bool) -> None:
         sys.exit(1)
 
 
-def _replicas(address: str, problems: list[str]) -> list[dict[str, Any]]:
+def _replicas(address: str, api_key: str | None, problems: list[str]) -> list[dict[str, Any]]:
     with grpc.insecure_channel(address) as channel:
         try:
             answer = router_rpc.RouterServiceStub(channel).ListReplicas(
-                router_pb.ListReplicasRequest(), timeout=_TIMEOUT_S
+                router_pb.ListReplicasRequest(), metadata=key_metadata(api_key), timeout=_TIMEOUT_S
             )
         except grpc.RpcError as error:
             problems.append(f"router: {from_call(error, address)}")

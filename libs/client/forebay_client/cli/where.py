@@ -45,6 +45,18 @@ def address_option(command: _F) -> _F:
     )(command)
 
 
+def key_option(command: _F) -> _F:
+    """Add `--key`; None where the router is open."""
+    return click.option(
+        "--key",
+        "api_key",
+        metavar="KEY",
+        envvar="FOREBAY_API_KEY",
+        show_envvar=True,
+        help="API key; better in the environment, where no list of processes shows it.",
+    )(command)
+
+
 def router_of(directory: Directory, address: str | None) -> str:
     """The router to call.
 

@@ -12,9 +12,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from forebay_client.cli.where import address_option, router_of, state_dir_option
+from forebay_client.cli.where import address_option, key_option, router_of, state_dir_option
 from forebay_client.errors import from_call
 from forebay_client.fleet.directory import Directory
+from forebay_client.requests import key_metadata
 
 _TIMEOUT_S = 5.0
 _EXCLUDED = {
@@ -33,9 +34,17 @@ _EXCLUDED = {
 @click.command()
 @click.argument("request_id", metavar="ID")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+@key_option
 @address_option
 @state_dir_option
-def why(directory: Directory, address: str | None, request_id: str, as_json: bool) -> None:
+def why(
+    *,
+    directory: Directory,
+    address: str | None,
+    api_key: str | None,
+    request_id: str,
+    as_json: bool,
+) -> None:
     """Show how a request was placed, and why there.
 
     ID is the request's `x-request-id`. A router remembers its newest requests; with several
@@ -45,7 +54,9 @@ def why(directory: Directory, address: str | None, request_id: str, as_json: boo
     with grpc.insecure_channel(router) as channel:
         try:
             answer = router_rpc.RouterServiceStub(channel).ExplainRequest(
-                router_pb.ExplainRequestRequest(request_id=request_id), timeout=_TIMEOUT_S
+                router_pb.ExplainRequestRequest(request_id=request_id),
+                metadata=key_metadata(api_key),
+                timeout=_TIMEOUT_S,
             )
         except grpc.RpcError as error:
             raise from_call(error, router) from None

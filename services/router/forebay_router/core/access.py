@@ -128,6 +128,8 @@ class Identity:
 ALL_SCOPES = frozenset({Scope.INFERENCE, Scope.READ, Scope.ADMIN})
 _NOBODY = Tenant("")
 ROUTERS = Identity(_NOBODY, "", frozenset({Scope.ROUTER}))
+OPERATOR = Identity(_NOBODY, "", frozenset({Scope.READ, Scope.ADMIN}))
+"""Whoever holds the file of secrets."""
 
 
 class Keyring:
