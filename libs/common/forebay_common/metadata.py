@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 REQUEST_ID = "x-request-id"
+SHADOW = "forebay-shadow"
+"""Marks a copy whose answer nobody reads."""
 MODEL = "forebay-model"
 CLASS = "forebay-class"
 TENANT = "forebay-tenant"

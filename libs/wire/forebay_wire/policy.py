@@ -81,6 +81,8 @@ class Route:
     REPLICA_LOST. None is no limit."""
     silence_s: float | None = None
     """Longest time between two messages of the attempt after that, in seconds."""
+    tells_delivered: bool = False
+    """`on_end` gets the messages that were kept, too."""
     hedge_s: float | None = None
     """After so many seconds without a message, `Policy.hedge` is asked for a second attempt."""
 
@@ -100,8 +102,9 @@ class Progress:
     trailing: Metadata = ()
     """Forebay's own trailing metadata of the last attempt."""
     delivered: Sequence[bytes] | None = None
-    """The whole messages that reached the caller, encoded and not compressed, for `on_failure`
-    alone; None where they were not kept, were compressed, or outgrew their limit."""
+    """The whole messages that reached the caller, encoded and not compressed, for `on_failure`, and
+    for `on_end` where the route says so; None where they were not kept, were compressed, or outgrew
+    their limit."""
     attempt_messages: int = 0
     """Messages of the present attempt."""
 

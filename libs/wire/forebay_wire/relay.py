@@ -798,6 +798,8 @@ class Call:
         metrics.messages += progress.messages
         metrics.message_bytes += progress.message_bytes
         try:
+            if self._route.tells_delivered:
+                progress.delivered = self._delivered()
             self._relay.policy.on_end(self.head, self._route, outcome, error, progress)
         except Exception:
             _log.exception("unexpected error in a policy")

@@ -56,6 +56,9 @@ from forebay_router.quota_metrics import QuotaMetrics
 from forebay_router.quota_service import QuotaService
 from forebay_router.service import SERVICE as ROUTER
 from forebay_router.service import RouterService, count_placeable
+from forebay_router.shadow_loop import Options as ShadowOptions
+from forebay_router.shadow_loop import Shadows
+from forebay_router.shadow_metrics import ShadowMetrics
 
 _log = logging.getLogger(__name__)
 
@@ -132,6 +135,15 @@ async def serve(
         released_most=config.max_released,
     )
     metrics.watch_cold(held=lambda: cold.held, loads=lambda: cold.loads)
+    shadows = Shadows(
+        fleet.placer,
+        pool,
+        _shadow_options(config),
+        down=fleet.down,
+        ejected=breakers.excluded,
+        rng=rng,
+    )
+    registry.register(ShadowMetrics(shadows.figures))
     quota = _quota(config, store, keys, common.instance_id, secrets)
     policy = RouterPolicy(
         catalogue,
@@ -144,6 +156,7 @@ async def serve(
         recent=recent,
         quota=quota,
         classifiers=load_classifiers(),
+        offer_copy=shadows.offer,
         rng=rng,
     )
     relay = Relay(policy, pool, metrics=wire_metrics)
@@ -180,7 +193,7 @@ async def serve(
         async with asyncio.TaskGroup() as tasks:
             readiness = tasks.create_task(_report_readiness(server, catalogue, fleet))
             following = [] if keys_view is None else [tasks.create_task(keys_view.run())]
-            following += [tasks.create_task(catalogue.run()), tasks.create_task(fleet.run())]
+            following += [tasks.create_task(each.run()) for each in (catalogue, fleet, shadows)]
             shared = config.share_ports
             bound = await server.listen(config.grpc_listen, reuse_port=shared)
             addresses = {"grpc": _advertised(bound, config)}
@@ -270,6 +283,15 @@ def _quota(
     )
     session = f"{router_id}/{uuid4().hex}"
     return Quota(store, keys, router_id, session, options, token=lambda: token)
+
+
+def _shadow_options(config: Config) -> ShadowOptions:
+    return ShadowOptions(
+        at_once=config.shadow_at_once,
+        waiting=config.shadow_waiting,
+        waiting_bytes=config.shadow_waiting_bytes,
+        timeout_s=config.shadow_timeout_s,
+    )
 
 
 def _place_options(config: Config) -> PlaceOptions:

@@ -235,6 +235,21 @@ class Config:
         minimum=1,
         maximum=1_000_000,
     )
+    shadow_at_once: int = option(
+        4, "Most copies of requests under way at once.", minimum=1, maximum=1000
+    )
+    shadow_waiting: int = option(
+        64,
+        "Most copies that wait to be sent; what comes then is not copied.",
+        minimum=1,
+        maximum=100_000,
+    )
+    shadow_waiting_bytes: int = option(
+        32 << 20, "Most bytes of them.", minimum=1024, maximum=1 << 30
+    )
+    shadow_timeout_s: float = option(
+        120.0, "Longest time a copy may take, in seconds.", minimum=0.1, maximum=86400
+    )
     tier_time_ms: int = option(
         20,
         "Longest time a classifier of tiers may take for a prompt, in milliseconds; what it says "

@@ -50,6 +50,8 @@ class Flight:
     """Sent in place of the message: where its answer goes on."""
     broken_by: ForebayError | None = None
     """What ended the attempt after which its answer goes on."""
+    shadow: str = ""
+    """The version that gets a copy of it; empty for most."""
     hold: Hold | None = None
     """What it was let in with, where its tenant is limited."""
 

@@ -57,12 +57,14 @@ from forebay_router.core.resume import (
 )
 from forebay_router.core.retry import PUSHBACKS, RETRIES, Failure, Most, is_budgeted, judge
 from forebay_router.core.retry import Verdict as Next
+from forebay_router.core.shadow import SUCCEEDED, Answered, tokens_of
 from forebay_router.core.tiers import Choice, Classifier, Tiers, TimeBox, choose, choose_default
 from forebay_router.core.wanted import MAX_MODEL_CHARS, Wanted, digest_of
 from forebay_router.flight import Flight, Try
 from forebay_router.gate import Gate
 from forebay_router.metrics import UNKNOWN_MODEL, Metrics
 from forebay_router.ports import CatalogueSource, ColdModels, ReplicaSource
+from forebay_router.shadow_loop import Copy
 
 # To look a member up in its class takes longer than a comparison.
 _GENERATE, _EMBED, _CALL_OPENAI = Method.GENERATE, Method.EMBED, Method.CALL_OPENAI
@@ -91,6 +93,7 @@ class RouterPolicy(Policy):
         recent: Recent,
         quota: Quota | None,
         classifiers: Mapping[str, Classifier],
+        offer_copy: Callable[[Copy], None],
         rng: random.Random,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -106,6 +109,7 @@ class RouterPolicy(Policy):
         self._recent = recent
         self._quota = quota
         self._classifiers = classifiers
+        self._offer = offer_copy
         self._time_box = TimeBox(
             limit_s=config.tier_time_ms / 1000,
             overruns=config.tier_overruns,
@@ -256,6 +260,10 @@ class RouterPolicy(Policy):
             name, record.tier_reason = choice.target, f"{choice.tier}: {choice.reason}"
         record.model_version, via = self._resolver.resolve(catalogue, name, sticky_key=sticky_key)
         record.via = Via.TIER if tiers is not None else via
+        if catalogue.shadows:
+            shadow = catalogue.shadows.get(record.model_version.partition("@")[0])
+            if shadow is not None and shadow.model_version != record.model_version:
+                flight.shadow = shadow.model_version if shadow.takes(record.request_id) else ""
         if self._quarantine.has_suspects:
             self._look_up(flight)
 
@@ -494,6 +502,7 @@ class RouterPolicy(Policy):
             first_message_s=self._first_s,
             silence_s=self._silence_s,
             hedge_s=self._hedge_s,
+            tells_delivered=bool(flight.shadow),
             answer=flight.hold.answer if flight.hold is not None else (),
         )
 
@@ -711,12 +720,35 @@ class RouterPolicy(Policy):
         hold, flight.hold = flight.hold, None
         if hold is not None:
             self._settle(flight, hold, progress, is_whole=outcome is Outcome.SUCCEEDED)
+        if flight.shadow and flight.attempts and outcome is not Outcome.CANCELLED:
+            self._offer_copy(flight, error, progress)
         flight.record.outcome = _word(outcome, error)
         flight.record.ended_s = self._clock()
         self._count(flight, outcome, error, progress)
         self._end_place(flight, None)
         if flight.span is not None:
             _end_span(flight.span, flight.record, error, progress)
+
+    def _offer_copy(self, flight: Flight, error: ForebayError | None, progress: Progress) -> None:
+        """Have the version that is tried answer the same."""
+        method, usage, first_s = flight.head.method, progress.usage, progress.first_message_s
+        primary = Answered(
+            SUCCEEDED if error is None else error.reason.value,
+            self._clock() - flight.started_s,
+            first_s - flight.started_s if first_s is not None else None,
+            usage.completion_tokens if usage is not None else None,
+            tokens_of(progress.delivered, is_openai=method is _CALL_OPENAI),
+        )
+        self._offer(
+            Copy(
+                flight.shadow,
+                method,
+                flight.message,
+                flight.record.request_id,
+                flight.record.prompt_tokens,
+                primary,
+            )
+        )
 
     def _count(
         self, flight: Flight, outcome: Outcome, error: ForebayError | None, progress: Progress

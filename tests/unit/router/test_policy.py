@@ -20,6 +20,7 @@ from forebay_router.core.resolve import Catalogue, Model
 from forebay_router.gate import OpenGate
 from forebay_router.metrics import Metrics
 from forebay_router.policy import RouterPolicy
+from forebay_router.shadow_loop import Copy
 from forebay_wire.policy import Fail, Head, Method, Outcome, Progress, Resume, Retry, Route
 from prometheus_client import CollectorRegistry
 
@@ -117,6 +118,7 @@ class Router:
         self.fleet = Replicas(*replica_ids)
         self.recent = Recent(limit=10)
         self.breakers = Breakers()
+        self.copies: list[Copy] = []
         config = Config(open=True, max_in_flight=max_in_flight, no_replica_wait_s=no_replica_wait_s)
         self.policy = RouterPolicy(
             Models(listed=listed),
@@ -129,6 +131,7 @@ class Router:
             recent=self.recent,
             quota=None,
             classifiers={},
+            offer_copy=self.copies.append,
             rng=random.Random(1),
             clock=lambda: 100.0,
         )

@@ -12,6 +12,7 @@ from forebay_common.discovery import Keys, View, from_json
 from forebay_common.store import Store
 
 from forebay_router.core.resolve import Catalogue, Model
+from forebay_router.core.shadow import Shadow
 from forebay_router.core.tiers import Tier, Tiers
 
 
@@ -51,6 +52,13 @@ class CatalogueView:
                     alias.name: _tiers(alias.tiers)
                     for alias in seen[1].values()
                     if alias.HasField("tiers")
+                },
+                {
+                    model.name: Shadow(
+                        f"{model.name}@{model.shadow.version}", model.shadow.percent / 100
+                    )
+                    for model in seen[0].values()
+                    if model.HasField("shadow")
                 },
             )
             self._seen = seen

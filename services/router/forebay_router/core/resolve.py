@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from forebay_router.core.refusal import RefusedError
+from forebay_router.core.shadow import Shadow
 from forebay_router.core.tiers import Tiers
 
 _HASH_BYTES = 6
@@ -42,6 +43,8 @@ class Catalogue:
     """Alias to a model's name or `name@version`."""
     tiers: Mapping[str, Tiers] = dataclasses.field(default_factory=dict)
     """How tiered aliases choose; each is in `aliases` with the target of its default tier."""
+    shadows: Mapping[str, Shadow] = dataclasses.field(default_factory=dict)
+    """What requests are copied to, by model."""
 
 
 class Via(StrEnum):
