@@ -548,7 +548,7 @@ class RouterPolicy(Policy):
         flight = this.flight
         self._end_try(this, error.reason.value, error)
         if error.reason is Reason.REPLICA_LOST and not progress.attempt_messages:
-            self._suspect(flight, progress)
+            self._suspect(flight, progress, this.replica_id)
         failure = Failure(
             reason=error.reason.value,
             replica_fault=error.status.replica_fault,
@@ -689,12 +689,13 @@ class RouterPolicy(Policy):
         if deaths:
             flight.digest = digest
 
-    def _suspect(self, flight: Flight, progress: Progress) -> None:
+    def _suspect(self, flight: Flight, progress: Progress, replica_id: str) -> None:
         # Only a batcher that lives can tell that its runner died.
         if not any(key == md.REPLICA for key, _ in progress.trailing):
             return
         digest = flight.digest or self._digest_of(flight)
-        self._quarantine.suspect(digest, self._clock())
+        death = replica_id, self._breakers.lost_at(replica_id)
+        self._quarantine.suspect(digest, self._clock(), death)
         flight.digest = digest
 
     def _is_condemned(self, flight: Flight) -> bool:

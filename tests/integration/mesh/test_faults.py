@@ -43,9 +43,8 @@ async def test_a_killed_runner_is_unseen_replaced_and_gone_from_the_view_within_
     assert status.runner_pid != victim.runner_pid
     assert status.restarts == 1
     assert back_s < 20
-    # A stream that had begun may end with an error; it is told so, once. Nobody else may fail.
-    assert len(load.failures) <= 4
-    assert all(failure.startswith("UNAVAILABLE") for failure in load.failures)
+    # What had begun goes on elsewhere, and what had not is answered there; many ask the same.
+    assert load.failures == []
 
 
 async def test_requests_without_a_first_token_are_answered_by_the_other_replica(

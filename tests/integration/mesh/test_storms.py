@@ -193,5 +193,5 @@ async def test_a_reader_who_never_reads_is_cut_and_forgotten(shared_mesh: Mesh) 
     async def closed() -> bool:
         return count_files(router.pid) <= files + 2 and await is_quiet(mesh)
 
-    await until(closed, 10)
+    await until(closed, 30)
     assert mesh.errors_logged() == []

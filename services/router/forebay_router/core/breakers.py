@@ -131,6 +131,11 @@ class Breakers:
         breaker.lost_s = now
         return Verdict.FAULT
 
+    def lost_at(self, replica_id: str) -> float:
+        """When the replica was last lost, as `lost` was told; minus infinity for never."""
+        breaker = self._breakers.get(replica_id)
+        return breaker.lost_s if breaker is not None else -math.inf
+
     def ended(
         self, replica_id: str, verdict: Verdict, now: float, peers: Peers, *, is_probe: bool = False
     ) -> State | None:

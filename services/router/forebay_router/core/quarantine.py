@@ -13,11 +13,14 @@ from collections import OrderedDict
 from collections.abc import Set
 
 CONDEMNED = 2
+Death = tuple[str, float]
+"""Of a runner: its replica, and when it was lost."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Suspicion:
     deaths: int
+    last: Death
     until_s: float
 
 
@@ -71,10 +74,13 @@ class Quarantine:
         """It gave a token: it was another one."""
         self._suspicions.pop(digest, None)
 
-    def suspect(self, digest: bytes, now: float) -> int:
-        """A runner died with this request unanswered. Returns how many have."""
-        deaths = self.deaths(digest, now) + 1
-        self._suspicions[digest] = _Suspicion(deaths, now + self._kept_s)
+    def suspect(self, digest: bytes, now: float, death: Death) -> int:
+        """A runner died with this request unanswered, however many times it was sent there: the
+        same may be asked by many. Returns how many have died."""
+        deaths = self.deaths(digest, now)
+        if not deaths or self._suspicions[digest].last != death:
+            deaths += 1
+        self._suspicions[digest] = _Suspicion(deaths, death, now + self._kept_s)
         self._suspicions.move_to_end(digest)
         while len(self._suspicions) > self._most:
             self._suspicions.popitem(last=False)
