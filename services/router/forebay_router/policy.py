@@ -175,7 +175,6 @@ class RouterPolicy(Policy):
         record.tenant = named or tenant.name
         flight.passed_on = (
             (md.CLASS, priority_class),
-            (md.PROMPT_TOKENS, str(wanted.prompt_tokens)),
             *_label(md.TENANT, named),
             *_label(md.SESSION, head.metadata.get(md.SESSION)),
         )
@@ -492,6 +491,8 @@ class RouterPolicy(Policy):
                 (md.REQUEST_ID, head.request_id),
                 (md.MODEL, record.model_version),
                 (md.ATTEMPT, str(len(record.attempts))),
+                # What is cached there waits for nobody, nor does anybody wait for it.
+                (md.PROMPT_TOKENS, str(max(1, wanted.prompt_tokens - placement.cached_tokens))),
                 *flight.passed_on,
                 *flight.trace,
             ),

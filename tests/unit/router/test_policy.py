@@ -176,8 +176,8 @@ def test_a_request_that_can_be_placed_is_answered_at_once() -> None:
         (md.REQUEST_ID, "r"),
         (md.MODEL, MODEL),
         (md.ATTEMPT, "1"),
-        (md.CLASS, "REALTIME"),
         (md.PROMPT_TOKENS, "2"),
+        (md.CLASS, "REALTIME"),
         (md.TENANT, "t"),
         (md.TRACEPARENT, TRACEPARENT),
     )
