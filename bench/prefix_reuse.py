@@ -1,7 +1,7 @@
 """What it is worth to send a prompt where its beginning is cached, with a real model.
 
 Two replicas with a real model on the CPU (vLLM, SmolLM2-135M) answer questions about documents of a
-thousand tokens. Each replica's KV cache holds two thirds of the documents. The same questions go
+thousand tokens. Each replica's KV cache holds five sixths of the documents. The same questions go
 through this router and through the same router with round robin instead of its own placement, in
 turns, each time about other documents; throughput is compared.
 
