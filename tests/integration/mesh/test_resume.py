@@ -291,6 +291,7 @@ async def test_a_frozen_runners_streams_move_and_nothing_is_doubled_when_it_wake
                 os.kill(frozen, signal.SIGCONT)
         answers = await asyncio.gather(*streams)
         assert [seen.answer() for seen in answers] == wanted
+        print(f"noticed after {noticed_s:.2f} s")
         assert noticed_s < SILENCE_S + 5
         await client.heal()
         assert await uninterrupted(client, numbers) == wanted
