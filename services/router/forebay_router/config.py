@@ -412,6 +412,13 @@ class Config:
             )
         self.classes_by_pool()
         self.cors()
+        host = self.advertise_host or self.grpc_listen.rpartition(":")[0]
+        if not self.open and host in ("", "0.0.0.0", "[::]"):  # noqa: S104  # refused here
+            raise ConfigError(
+                f"{PREFIX}_ADVERTISE_HOST",
+                "is needed where the listen address is a wildcard: routers count tenants' limits "
+                "among one another",
+            )
         for name in ("grpc_listen", "http_listen", "metrics_listen"):
             address = getattr(self, name)
             if self.open and address and not _is_loopback(address):
