@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from typing import Any
 
 import pytest
+from forebay.inference.v1 import inference_service_pb2 as inference
 from forebay_router.adapters.tier_models import load_classifiers
+from forebay_router.core.generate import check_generate
 from forebay_router.core.openai import check_openai
 from forebay_router.core.tiers import (
     CHARACTERS,
@@ -26,6 +29,8 @@ from hypothesis import strategies as st
 
 TIERS = Tiers("tiny", "big@2", "scripted", threshold=0.5)
 CLASSIFIERS = load_classifiers()
+ANY_TEXT = st.text(st.characters(exclude_categories=()))
+"""Lone surrogates and control characters among it."""
 
 
 class Scripted:
@@ -33,7 +38,7 @@ class Scripted:
 
     threshold = 0.9
 
-    def __init__(self, score: float | Exception) -> None:
+    def __init__(self, score: Any) -> None:
         self._score = score
         self.seen: list[str] = []
 
@@ -41,7 +46,8 @@ class Scripted:
         self.seen.append(text)
         if isinstance(self._score, Exception):
             raise self._score
-        return self._score
+        score: float = self._score
+        return score
 
 
 def asked(*contents: object, **more: Any) -> Wanted:
@@ -70,7 +76,15 @@ def test_the_classifiers_own_threshold_counts_where_the_alias_names_none() -> No
 @pytest.mark.parametrize("default", list(Tier))
 @pytest.mark.parametrize(
     "classifier",
-    [Scripted(math.nan), Scripted(2.0), Scripted(-0.1), Scripted(RecursionError()), None],
+    [
+        Scripted(math.nan),
+        Scripted(2.0),
+        Scripted(-0.1),
+        Scripted("0.5"),
+        Scripted(None),
+        Scripted(RecursionError()),
+        None,
+    ],
 )
 def test_whatever_goes_wrong_the_default_tier_answers(
     default: Tier, classifier: Scripted | None
@@ -85,7 +99,13 @@ def test_whatever_goes_wrong_the_default_tier_answers(
 
 @pytest.mark.parametrize(
     "content",
-    ["", "  \n ", [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}]],
+    [
+        "",
+        "  \n ",
+        None,
+        [],
+        [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}],
+    ],
 )
 def test_what_has_no_text_goes_to_the_default_tier(content: object) -> None:
     choice = choose(TIERS, asked(content), {"scripted": Scripted(0.0)})
@@ -108,9 +128,65 @@ def test_it_is_judged_by_what_the_user_asked_last_and_by_its_ends() -> None:
 
 
 @pytest.mark.parametrize("name", ["rules", "light"])
-@given(text=st.text())
+@given(text=ANY_TEXT)
 def test_every_text_has_a_score(name: str, text: str) -> None:
     assert 0.0 <= CLASSIFIERS[name].score(text) <= 1.0
+
+
+class Texts:
+    """A prompt of these texts."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self._texts = texts
+
+    def prefix_bytes(self) -> bytes:
+        return b""
+
+    def texts(self) -> list[str]:
+        return self._texts
+
+
+@given(texts=st.lists(ANY_TEXT), name=st.sampled_from(["rules", "light", "unknown"]))
+def test_every_prompt_is_answered_by_some_tier(texts: list[str], name: str) -> None:
+    wanted = Wanted(model="auto", operation="chat", prompt_tokens=1, prompt=Texts(texts))
+    choice = choose(Tiers("tiny", "big", name), wanted, CLASSIFIERS)
+    assert choice.target in ("tiny", "big")
+    assert choice.reason
+
+
+def test_messages_over_grpc_are_judged_as_those_over_http() -> None:
+    scripted = Scripted(0.0)
+    messages = [
+        inference.ChatMessage(role="system", content="You are terse."),
+        inference.ChatMessage(role="user", content="Prove it."),
+        inference.ChatMessage(role="assistant", content="No."),
+    ]
+    request = inference.GenerateRequest(
+        model="auto", messages=inference.ChatMessages(messages=messages)
+    )
+    choose(TIERS, check_generate(request), {"scripted": scripted})
+    spoken = [{"role": each.role, "content": each.content} for each in messages]
+    body = json.dumps({"model": "auto", "messages": spoken}).encode()
+    choose(TIERS, check_openai("/v1/chat/completions", body), {"scripted": scripted})
+    assert scripted.seen == ["Prove it.", "Prove it."]
+
+
+@pytest.mark.parametrize("name", ["rules", "light"])
+@pytest.mark.parametrize("hostile", [".", "?", "1,", "; ", "\n(a", "prove ", "```", "河", "not "])
+def test_no_text_takes_much_longer_than_any_other(name: str, hostile: str) -> None:
+    """What takes the square of its length takes a hundred times as long."""
+
+    def least_s(text: str) -> float:
+        took = []
+        for _ in range(5):
+            began_s = time.perf_counter()
+            CLASSIFIERS[name].score(text)
+            took.append(time.perf_counter() - began_s)
+        return min(took)
+
+    plain = ("The river runs under an old bridge of stone. " * 99)[:CHARACTERS]
+    text = (hostile * CHARACTERS)[: CHARACTERS - 1] + "x"
+    assert least_s(text) < 40 * least_s(plain)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +201,20 @@ def test_every_text_has_a_score(name: str, text: str) -> None:
 def test_rules_tell_chats_from_work_in_two_languages(easy: str, hard: str) -> None:
     rules = Rules()
     assert rules.score(easy) < rules.threshold <= rules.score(hard)
+
+
+@pytest.mark.parametrize(
+    ("easy", "hard"),
+    [
+        ("你好，请翻译这个词。", "请逐步推导这个算法的复杂度，并证明它是最优的。"),
+        ("写一首关于春天的短诗", "比较这两份合同的条款，并分析各方的法律责任。"),
+    ],
+)
+def test_light_which_knows_english_alone_leaves_chinese_to_the_rules(easy: str, hard: str) -> None:
+    rules, light = CLASSIFIERS["rules"], CLASSIFIERS["light"]
+    assert light.score(easy) < light.threshold <= light.score(hard)
+    for text in (easy, hard):
+        assert (light.score(text) < light.threshold) is (rules.score(text) < rules.threshold)
 
 
 def test_features_are_as_many_as_named_and_finite() -> None:
