@@ -2,6 +2,8 @@
 
 Of held rows that no training saw. Quality is the number of right answers over that of the large
 model alone. A classifier that knows nothing keeps what `random` keeps; `oracle` knows the answers.
+The rows are few, so what one classifier keeps more than another has an interval, by drawing rows
+anew: one that holds 0 says that these rows do not tell them apart.
 The time is that of a whole decision on a checked request, its text taken out of the message.
 """
 
@@ -25,9 +27,12 @@ from bench.report import Report
 SHARES = (0.2, 0.4, 0.5, 0.6, 0.8)
 SIZES = {"1 KB": 1_000, "10 KB": 10_000, "100 KB": 100_000}
 DRAWS = 300
+RESAMPLES = 1000
 DECISIONS = 400
 GOAL_P99_MS = 5.0
 _CHINESE = "请分析这个系统的架构，并逐步推导它的复杂度。河水流过石桥，雨还在下。"
+_HOSTILE = (".", "?", "1,", "; ", "\n(a", "prove ", "```", "not ", "\u6cb3", "A", "function ")
+"""What is repeated to make patterns look at it again and again."""
 _GARBAGE: tuple[object, ...] = (
     "",
     " \n\t ",
@@ -48,21 +53,25 @@ def main(report: Report) -> None:
     slowest_ms = _time(report, classifiers)
     wrong = _feed_garbage(classifiers)
     report.figure("garbage_not_answered_by_the_default_tier", wrong)
+    hostile_ms = _time_hostile(report, classifiers)
+    surely = _compare(report, rows, classifiers)
     report.goal(
         "right answers kept by light, mean over shares, less those of random",
         averages["light"] - averages["random"],
         "> 0.01",
         ok=averages["light"] - averages["random"] > 0.01,
     )
+    report.goal("the same, lower end of its 95 % interval", surely, "> 0", ok=surely > 0)
     report.goal(
-        "the same, less those of rules",
+        "right answers kept by light, mean over shares, less those of rules",
         averages["light"] - averages["rules"],
         "> 0",
         ok=averages["light"] > averages["rules"],
     )
-    report.goal(
-        "slowest p99 at 100 KB, ms", slowest_ms, f"<= {GOAL_P99_MS:g}", ok=slowest_ms <= GOAL_P99_MS
-    )
+    for name, value in (("at 100 KB", slowest_ms), ("of hostile prompts", hostile_ms)):
+        report.goal(
+            f"slowest p99 {name}, ms", value, f"<= {GOAL_P99_MS:g}", ok=value <= GOAL_P99_MS
+        )
     report.goal("prompts without text sent elsewhere", float(len(wrong)), "0", ok=not wrong)
 
 
@@ -98,6 +107,62 @@ def _judge(
     heads = [f"{100 * share:.0f} % small" for share in SHARES]
     report.table(("right answers kept", *heads, "mean"), table)
     return averages
+
+
+def _compare(report: Report, rows: Sequence[Row], classifiers: Mapping[str, Classifier]) -> float:
+    """What light keeps more than the others, with intervals. Returns what it surely keeps more
+    than random does, as a mean over shares."""
+    scores = {
+        name: [each.score(row.prompt[:CHARACTERS]) for row in rows]
+        for name, each in classifiers.items()
+    }
+    rng = random.Random(3)
+    found: dict[str, list[float]] = {
+        f"light_less_{other}_{where}": []
+        for other in ("random", "rules")
+        for where in ("mean", "at_half")
+    }
+    half = SHARES.index(0.5)
+    for _ in range(RESAMPLES):
+        drawn = rng.choices(range(len(rows)), k=len(rows))
+        again = [rows[index] for index in drawn]
+        lines = {
+            name: [kept(again, [each[index] for index in drawn], share) for share in SHARES]
+            for name, each in scores.items()
+        }
+        lines["random"] = [_expected(again, share) for share in SHARES]
+        for other in ("random", "rules"):
+            more = [a - b for a, b in zip(lines["light"], lines[other], strict=True)]
+            found[f"light_less_{other}_mean"].append(statistics.fmean(more))
+            found[f"light_less_{other}_at_half"].append(more[half])
+    table = []
+    for name, values in found.items():
+        cuts = statistics.quantiles(values, n=40)
+        low, high = cuts[0], cuts[-1]
+        report.figure(f"{name}_95", [round(low, 4), round(high, 4)])
+        table.append((name, f"{100 * low:.1f} %", f"{100 * high:.1f} %"))
+    report.table(("kept more, 95 %", "from", "to"), table)
+    return statistics.quantiles(found["light_less_random_mean"], n=40)[0]
+
+
+def _expected(rows: Sequence[Row], share: float) -> float:
+    """What a choice by chance keeps on the average."""
+    part = round(share * len(rows)) / len(rows)
+    small, large = sum(row.small_ok for row in rows), sum(row.large_ok for row in rows)
+    return part * small / large + 1 - part
+
+
+def _time_hostile(report: Report, classifiers: Mapping[str, Classifier]) -> float:
+    """The slowest p99 over what is made to be slow."""
+    slowest = dict.fromkeys(classifiers, 0.0)
+    for each in _HOSTILE:
+        asked = [_request((each * CHARACTERS)[: CHARACTERS - 1] + "x")]
+        for name in classifiers:
+            took = _decisions_ms(asked, name, classifiers)
+            slowest[name] = max(slowest[name], statistics.quantiles(took, n=100)[98])
+    for name, value in slowest.items():
+        report.figure(f"{name}_hostile_p99_ms", value)
+    return max(slowest.values())
 
 
 def _time(report: Report, classifiers: Mapping[str, Classifier]) -> float:
