@@ -58,7 +58,15 @@ from forebay_router.core.resume import (
 from forebay_router.core.retry import PUSHBACKS, RETRIES, Failure, Most, is_budgeted, judge
 from forebay_router.core.retry import Verdict as Next
 from forebay_router.core.shadow import SUCCEEDED, Answered, tokens_of
-from forebay_router.core.tiers import Choice, Classifier, Tiers, TimeBox, choose, choose_default
+from forebay_router.core.tiers import (
+    Choice,
+    Classifier,
+    Tiers,
+    TimeBox,
+    choose,
+    choose_by_length,
+    choose_default,
+)
 from forebay_router.core.wanted import MAX_MODEL_CHARS, Wanted, digest_of
 from forebay_router.flight import Flight, Try
 from forebay_router.gate import Gate
@@ -269,12 +277,14 @@ class RouterPolicy(Policy):
     def _choose_tier(self, tiers: Tiers, wanted: Wanted) -> Choice:
         """Choose between a small and a large model; whatever fails, the default one."""
         name, now = tiers.classifier, self._clock()
-        if not self._time_box.is_open(name, now):
-            return choose_default(tiers, f"{name} was too slow lately")
-        choice = choose(tiers, wanted, self._classifiers)
-        took_s = self._clock() - now
-        if self._time_box.took(name, took_s, now):
-            choice = choose_default(tiers, f"{name} took {1000 * took_s:.0f} ms")
+        choice = choose_by_length(tiers, wanted.prompt_tokens)
+        if choice is None and not self._time_box.is_open(name, now):
+            choice = choose_default(tiers, f"{name} was too slow lately")
+        elif choice is None:
+            choice = choose(tiers, wanted, self._classifiers)
+            took_s = self._clock() - now
+            if self._time_box.took(name, took_s, now):
+                choice = choose_default(tiers, f"{name} took {1000 * took_s:.0f} ms")
         self._metrics.count_tier(name, choice)
         return choice
 

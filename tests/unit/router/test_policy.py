@@ -14,9 +14,11 @@ from forebay_common.errors import ForebayError, Reason
 from forebay_router.config import Config
 from forebay_router.core.breakers import Breakers, State, Verdict
 from forebay_router.core.explain import Recent
+from forebay_router.core.generate import check_generate
 from forebay_router.core.marks import Marks
 from forebay_router.core.place import ModelLoad, Placer, Replica
 from forebay_router.core.resolve import Catalogue, Model
+from forebay_router.core.tiers import Tier, Tiers
 from forebay_router.gate import OpenGate
 from forebay_router.metrics import Metrics
 from forebay_router.policy import RouterPolicy
@@ -312,6 +314,24 @@ async def test_a_probe_is_over_with_its_first_message() -> None:
         router.policy.on_first(a_head(), route, Progress())
         assert not router.breakers.excluded
     assert router.breakers.state("a") is State.CLOSED
+
+
+def test_while_a_slow_classifier_is_left_alone_length_still_decides_and_choices_count() -> None:
+    router = Router("a")
+    tiers = Tiers("small", "large", "slow", default=Tier.SMALL, small_tokens_most=100)
+    policy = router.policy
+    for _ in range(9):
+        policy._time_box.took("slow", 60.0, 100.0)
+    for text, tier in (("word " * 1000, Tier.LARGE), ("word", Tier.SMALL)):
+        wanted = check_generate(inference.GenerateRequest(model="auto", text=text))
+        assert policy._choose_tier(tiers, wanted).tier is tier
+    counted = {
+        (sample.labels["tier"], sample.labels["by"]): sample.value
+        for family in router.registry.collect()
+        for sample in family.samples
+        if sample.name == "forebay_router_tier_choices_total"
+    }
+    assert counted == {("large", "classifier"): 1, ("small", "default"): 1}
 
 
 async def test_a_continuation_that_is_refused_ends_with_what_broke_the_answer() -> None:
