@@ -42,7 +42,8 @@ WEATHER = {
 }
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}}
 STRICT_TOOL = {"type": "function", "function": {**TOOL["function"], "strict": True}}
-METRICS = f"127.0.0.1:{free_port()}"
+METRICS: list[str] = []
+"""Where the host of all tests here tells its metrics, once it is started."""
 Chat = rpc.InferenceServiceStub
 
 
@@ -59,7 +60,9 @@ async def chat_host(
         max_sequences=64,
     )
     directory: Path = tmp_path_factory.mktemp("chat")
-    async with running_host(directory, metrics_listen=METRICS) as host:
+    # Not before: a port that was free at import is somebody's minutes later.
+    METRICS[:] = [f"127.0.0.1:{free_port()}"]
+    async with running_host(directory, metrics_listen=METRICS[0]) as host:
         events = await host.load(spec)
         assert events[-1].state == engine.MODEL_STATE_ACTIVE, events[-1].reason
         yield host
@@ -70,7 +73,7 @@ async def taken_up(mode: str) -> int:
     await asyncio.sleep(0.3)
 
     def read() -> str:
-        with urllib.request.urlopen(f"http://{METRICS}/metrics", timeout=5) as page:
+        with urllib.request.urlopen(f"http://{METRICS[0]}/metrics", timeout=5) as page:
             return str(page.read().decode())
 
     wanted = f'forebay_engine_resumed_total{{mode="{mode}",model_version="smollm2@1"}}'

@@ -8,6 +8,7 @@ import json
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,6 +21,7 @@ from forebay.inference.v1 import inference_service_pb2_grpc as inference_rpc
 from forebay.registry.v1 import registry_service_pb2 as registry
 from forebay.router.v1 import router_service_pb2_grpc as router_rpc
 from forebay_common import metadata as md
+from forebay_common.apikeys import new_secret
 from forebay_common.channel import connect
 from forebay_common.config import CommonConfig
 from forebay_common.discovery import Instance, Keys, to_json
@@ -297,6 +299,14 @@ StartStandIn = Callable[..., Awaitable[StandIn]]
 @pytest.fixture
 def keys(namespace: str) -> Keys:
     return Keys(namespace)
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path) -> Path:
+    """A file of secrets, as the routers of a fleet share it."""
+    path = tmp_path / "secret"
+    path.write_text(new_secret() + "\n")
+    return path
 
 
 @pytest.fixture
