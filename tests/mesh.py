@@ -34,6 +34,7 @@ from forebay_common.store import Store
 from google.protobuf import json_format
 
 POLL_S = 0.02
+STARTED_S = 30.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -208,13 +209,14 @@ class Mesh:
         found: dict[str, str] = {}
 
         async def announced() -> bool:
-            async with Store.open([self.etcd]) as store:
-                listing = await store.list(f"{self.namespace}/instances/{service}/")
+            listing = await store.list(f"{self.namespace}/instances/{service}/")
             for entry in listing.entries.values():
                 found.update(json.loads(entry.value)["addresses"])
             return bool(found)
 
-        await until(announced, 20)
+        # While processes start, etcd may get little of the machine.
+        async with Store.open([self.etcd], timeout_s=STARTED_S) as store:
+            await until(announced, STARTED_S)
         return found
 
 
