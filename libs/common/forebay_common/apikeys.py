@@ -1,8 +1,8 @@
 """API keys: how they look, and how they are hashed.
 
 A key is `fb-ID.SECRET`. The id is public and finds the record; what is stored of the secret is a
-hash, keyed with a secret that every router reads from a file and no store holds. So neither a copy
-of the store nor the file alone lets anybody in, and a record cannot be made without the file.
+hash, keyed with a secret that every router reads from a file and no store holds. So a copy of the
+store lets nobody in, and no record can be made without the file. The file is worth an admin's key.
 """
 
 from __future__ import annotations
